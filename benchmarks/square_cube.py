@@ -31,7 +31,7 @@ from square_cube_link import NoNamespaces, link
 from square_cube_stage import MiddleStage, Shape
 
 from swarm_training.stages.compress.layers import BoundaryCompression
-from swarm_training.stages.compress.link_cost import LinkCost
+from benchmarks.link_cost import LinkCost
 
 HIDDEN = 256, 512, 1024, 2048, 4096
 MBIT = 100, 500

@@ -58,7 +58,8 @@ class PowerSGD:
         errors = {i: matrix - bases[i] @ own[i].T for i, matrix in matrices.items()}
         self._errors = {i: torch.where(error.isfinite(), error, 0.0) for i, error in errors.items()}
         if bool(result.isfinite().all()):
-            self._q = {i: _revived(mean, self._initial[i]) for i, mean in seconds.items()}
+            # Columns that are 0 because the gradient had a lower rank would stay 0 for ever.
+            self._q = {i: torch.where((q == 0).all(0), self._initial[i], q) for i, q in seconds.items()}
         return result
 
     def _matrices(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -79,11 +80,6 @@ class PowerSGD:
             raise ValueError(f"PowerSGD's state is of the shapes {given}: expected {expected}")
         self._q = {index: state[f"q.{index}"].float().clone() for index in self._q}
         self._errors = {}
-
-
-def _revived(q: Tensor, initial: Tensor) -> Tensor:
-    """Restart the columns that are 0 because the gradient had a lower rank; they would stay 0 for ever."""
-    return torch.where((q == 0).all(0), initial, q)
 
 
 def _uniform(rows: int, columns: int, name: str) -> Tensor:

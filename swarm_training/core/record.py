@@ -191,7 +191,7 @@ def _check(record: Progress) -> None:
         raise ValueError("a number in a record of progress is not finite, or negative")
     if not record.loss > -inf:
         raise ValueError("the loss in a record of progress is no number")
-    if max(_counts(record)) > _MAX_COUNT or record.state not in pb.PeerState.values():
+    if max(getattr(record, name) for name in _COUNTS) > _MAX_COUNT or record.state not in pb.PeerState.values():
         raise ValueError("a number in a record of progress is out of range")
     if not is_squared_norm(record.squared_norm) or not is_squared_norm((record.global_squared_norm or 0.0,)):
         raise ValueError("a norm in a record of progress is no number, or negative")
@@ -205,11 +205,6 @@ def _check_names(record: Progress) -> None:
         raise ValueError("a name in a record of progress is too long, or not printable")
     if len(record.excludes) > MAX_EXCLUDED or not all(map(_is_peer_id, record.excludes)):
         raise ValueError(f"a record of progress excludes others than up to {MAX_EXCLUDED} peers")
-
-
-def _counts(record: Progress) -> tuple[int, ...]:
-    own = record.version, record.step, record.samples, record.loss_samples
-    return *own, record.bytes_sent, record.bytes_received, record.skipped_batches
 
 
 def is_squared_norm(parts: tuple[float, ...]) -> bool:
@@ -232,6 +227,7 @@ _MESSAGES: Final[dict[str, Any]] = {
     **dict.fromkeys(("kept", "replica", "shared", "best"), Kept),
     **dict.fromkeys(("held_out", "newest_held_out", "best_held_out"), HeldOutLoss),
 }
+_COUNTS: Final = ("version", "step", "samples", "loss_samples", "bytes_sent", "bytes_received", "skipped_batches")
 _OPTIONAL: Final = ("next_stage", "global_squared_norm")
 _REPEATED: Final = ("excludes", "squared_norm")
 _FIELDS = [each.name for each in dataclasses.fields(Progress) if each.name not in (*_MESSAGES, "offers")]

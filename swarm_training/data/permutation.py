@@ -32,16 +32,11 @@ class Permutation:
         """Return the elements at these positions, each in 0..size−1; [n] → [n]."""
         assert positions.size == 0 or (positions.min() >= 0 and positions.max() < self.size)
         half_bits = max(1, ((self.size - 1).bit_length() + 1) // 2)
-        keys = _round_keys(self.key)
+        keys = np.frombuffer(hashlib.shake_128(self.key).digest(8 * _ROUNDS), dtype="<u8").astype(np.uint64)
         values = _feistel(positions.astype(np.uint64), half_bits, keys)
         while (outside := values >= self.size).any():
             values[outside] = _feistel(values[outside], half_bits, keys)
         return values.astype(np.int64)
-
-
-def _round_keys(key: bytes) -> NDArray[np.uint64]:
-    digest = hashlib.shake_128(key).digest(8 * _ROUNDS)
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(values: NDArray[np.uint64], half_bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -58,7 +58,7 @@ class Archive:
         """Append a round. If the file cannot be written, log that once and go on without the file."""
         try:
             with self.path.open("ab") as file:  # a new line, because the one before may have been torn
-                file.write(b"\n" + _line_of(data) + b"\n")
+                file.write(b"\n" + f"{crc32(data):08x} ".encode() + b64encode(data) + b"\n")
         except OSError as error:
             if not self._has_failed:
                 _logger.warning("cannot write the ledger %s: %s", self.path, error.strerror)
@@ -114,10 +114,6 @@ def _require_ledger(path: Path) -> None:
         raise ValueError(f"cannot read the ledger {path}: {error.strerror}") from None
     if not begin or not _HEADER.startswith(begin):
         raise ValueError(f"{path} is no ledger: expected a file that `swarm train join` has written")
-
-
-def _line_of(data: bytes) -> bytes:
-    return f"{crc32(data):08x} ".encode() + b64encode(data)
 
 
 def _round_in(line: bytes) -> bytes | None:

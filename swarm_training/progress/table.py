@@ -19,17 +19,8 @@ MAX_PEERS = 4096
 _SILENT_S = 60.0  # for this long at least a view lists a peer as silent
 _KEPT_DIGESTS = 16  # steps of each peer
 _FORGET_S = 600.0  # records of peers silent for this long at least are dropped
-_URGENT = (
-    "state",
-    "moment",
-    "accepted",
-    "decided",
-    "shared",
-    "next_stage",
-    "address",
-    "excludes",
-    "skipped_batches",
-)  # a change of these fields sets ``urgent``
+# A change of these fields sets ``urgent``.
+_URGENT = ("state", "moment", "accepted", "decided", "shared", "next_stage", "address", "excludes", "skipped_batches")
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class ProgressTable:
         if record.state_digest:
             self._keep_digest(record)
         self.counter += 1
-        if entry is None or _is_urgent(entry.record, record):
+        if entry is None or any(getattr(entry.record, name) != getattr(record, name) for name in _URGENT):
             self.urgent = self.counter
         self._news.set()
         self._entries[record.peer_id] = _Entry(record, signed, now, self.counter)
@@ -238,7 +229,3 @@ class ProgressTable:
                 self._known.discard(self._entries.pop(peer_id).signed.progress)
                 for notes in (self._digests, self._gone, self._suspects):
                     notes.pop(peer_id, None)
-
-
-def _is_urgent(before: Progress, record: Progress) -> bool:
-    return any(getattr(before, name) != getattr(record, name) for name in _URGENT)

@@ -49,7 +49,8 @@ def observe(
 ) -> tuple[LossHistory, Diverged | None]:
     """Return the new history, and a divergence if there is one. ``loss``: the loss of the batch of ``step``, before the
     step. If a run goes on although it has diverged, for lack of a checkpoint, the next high loss shows it again."""
-    if isfinite(loss) and not _is_high(policy, history, loss):
+    is_high = len(history.usual) >= policy.warmup and loss > median(history.usual) + policy.margin
+    if isfinite(loss) and not is_high:
         return LossHistory((*history.usual, loss)[-policy.window :]), None
     later = LossHistory(history.usual, history.num_high + 1)
     first = step - history.num_high
@@ -71,7 +72,3 @@ def agreed_loss(losses: Sequence[float | None]) -> float | None:
     descending = sorted((loss for loss in losses if loss is not None), reverse=True)
     needed = len(losses) // 2 + 1
     return descending[needed - 1] if len(descending) >= needed else None
-
-
-def _is_high(policy: RollbackPolicy, history: LossHistory, loss: float) -> bool:
-    return len(history.usual) >= policy.warmup and loss > median(history.usual) + policy.margin

@@ -146,7 +146,8 @@ class ExpertServer:
         self._adopter = Adopter(config, self.peer_id, self._board, self._announcer, self._keeper, self._replication)
         claimed = await self._announcer.claimed(config.cells)
         found = await self._replication.find()
-        ordered = self._in_order(claimed or await self._free_cells(found))
+        wanted = [*self._saved, *sorted(found)]  # the latter have replicas, and no server
+        ordered = self._in_order(claimed or await self._announcer.free_cells(config.num_experts, wanted))
         await self._load_replicas(ordered, found)
         self._host.add(dict(zip(ordered, self._loaded, strict=True)))
         for cell, to in zip(self._saved, ordered, strict=False):  # others may have taken some of their cells
@@ -161,10 +162,6 @@ class ExpertServer:
             self._send_replicas: self.config.replicate_every_s,
         }
         self._tasks += [asyncio.ensure_future(repeat(work, (pause, pause))) for work, pause in every_s.items()]
-
-    async def _free_cells(self, found: Mapping[Cell, Sequence[FoundReplica]]) -> list[Cell]:
-        """Return free cells: first those of saved experts, then those of replicas whose server is gone."""
-        return await self._announcer.free_cells(self.config.num_experts, wanted=[*self._saved, *sorted(found)])
 
     async def _load_replicas(self, cells: Sequence[Cell], found: Mapping[Cell, Sequence[FoundReplica]]) -> None:
         """Load replicas that are newer than the saved experts, before anybody uses the experts."""

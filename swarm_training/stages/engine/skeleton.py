@@ -121,7 +121,8 @@ def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str,
     """Return the ``family.identities`` that the stock code calls before its blocks, and those called later or never."""
     hollow, _ = load_hollow_model(family, config)
     owner = family.owner_of(hollow)
-    whole = family.owner_of(_on_meta(family.base_class, config))
+    with weight_init.no_init_weights(), torch.device("meta"):
+        whole = family.owner_of(family.base_class(copy.deepcopy(config)))
     stand_ins = [PassThrough(block, family.returns_tuple) for block in getattr(whole, family.blocks)]
     setattr(owner, family.blocks, nn.ModuleList(stand_ins))
     called: list[str] = []
@@ -139,11 +140,6 @@ def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str,
                 "after them, and has parameters"
             )
     return tuple(sorted(before)), tuple(sorted(after))
-
-
-def _on_meta(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    with weight_init.no_init_weights(), torch.device("meta"):
-        return model_class(copy.deepcopy(config))
 
 
 def config_of(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -136,7 +136,7 @@ class StagePresence:
             own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
             watch = RunWatch(where.runs, network, boards, config.silence_s, random.Random(), own, peer.banned)
             replicas = Replicas(where.index, where.num_stages, peer, watch, network, asyncio.to_thread)
-            compute = partial(_call_in, thread)
+            compute = partial(asyncio.get_running_loop().run_in_executor, thread)
             other = where.num_stages - 1 - where.index
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
             own_stage = OwnStage(where.index, state, sums)
@@ -207,7 +207,3 @@ async def _follow(moderation: Moderation, board: DhtPeerRegistry) -> None:
     while True:
         moderation.take(await board.read_orders())
         await asyncio.sleep(_ORDERS_S)
-
-
-async def _call_in(thread: ThreadPoolExecutor, function: Callable[[], Any]) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(thread, function)

@@ -142,15 +142,12 @@ class Trainer:
             TrainingDiverged: what they compute is not finite, and there is no checkpoint to go back to.
         """
         try:
-            while not self._has_reached(end):
+            while end is None or self._step is None or self._step.moment.step < end:
                 self._begin_more()
                 await self._until_something_happens()
                 self._follow_the_run()
         finally:
-            await self._abandon()
-
-    def _has_reached(self, end: int | None) -> bool:
-        return end is not None and self._step is not None and self._step.moment.step >= end
+            await end_tasks([] if self._step is None else list(self._step.under_way.values()))
 
     def _follow_the_run(self) -> None:
         self._stages = self._look()
@@ -239,6 +236,3 @@ class Trainer:
         )
         self._retries_before = self._asking.num_retries
         self._on_step(report)
-
-    async def _abandon(self) -> None:
-        await end_tasks([] if self._step is None else list(self._step.under_way.values()))

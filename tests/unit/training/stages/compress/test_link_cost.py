@@ -8,7 +8,7 @@ import torch
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import encode
 from swarm_training.stages.compress.layers import boundary
-from swarm_training.stages.compress.link_cost import LinkCost
+from benchmarks.link_cost import LinkCost
 
 TOKENS = 32
 

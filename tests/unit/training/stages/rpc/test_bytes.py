@@ -9,7 +9,7 @@ import torch
 
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.net.channels import GrpcNetwork
-from swarm_training.stages.compress.link_cost import LinkCost
+from benchmarks.link_cost import LinkCost
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
 from swarm_training.stages.pb import stages_pb2 as pb
