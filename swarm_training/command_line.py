@@ -18,9 +18,10 @@ from pathlib import Path
 from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import Parsers, apply_config, leaves
-from swarm_protocol.process.invocation import add_common_flags, run_command
+from swarm_protocol.process.invocation import run_command
 from swarm_protocol.size import parse_size
 from swarm_training.commands.flags import (
+    add_command,
     add_export_flags,
     add_joining_flags,
     add_report_flag,
@@ -58,14 +59,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     """Return the parser. ``backend`` reaches a run, ``stages`` reaches a run in stages."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[[argparse.Namespace], Command], text: str) -> argparse.ArgumentParser:
-        subparser = commands.add_parser(
-            name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
-        subparser.set_defaults(command=run)
-        add_common_flags(subparser)
-        return subparser
+    command = partial(add_command, commands)
 
     init = command("init", _init, "write a commented run file, or check the one that is there")
     init.add_argument("run_file", type=Path, metavar="RUN.toml")
@@ -129,21 +123,13 @@ def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
-
-    def action(name: str, run: Callable[[argparse.Namespace], Command], about: str) -> argparse.ArgumentParser:
-        parser = actions.add_parser(
-            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
-        parser.set_defaults(command=run)
-        add_common_flags(parser)
-        add_joining_flags(parser)
-        return parser
-
-    rollback = action("rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
+    rollback = add_command(actions, "rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
+    add_joining_flags(rollback)
     rollback.add_argument(
         "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
     )
-    ban = action("ban", partial(_ban, send), "ban a peer")
+    ban = add_command(actions, "ban", partial(_ban, send), "ban a peer")
+    add_joining_flags(ban)
     ban.add_argument("peer_id", metavar="PEER_ID")
     ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="duration of the ban")
     ban.add_argument("--reason", default="", help="reason, shown to all")

@@ -37,6 +37,7 @@ _MAX_LOSSES_BYTES = 4 << 20
 _PLAIN_VERSION, _SERVABLE_VERSION = 1, 2
 _MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state: some 100 bytes for each parameter
 _KINDS: Mapping[type, str] = {str: "a string", dict: "an object", list: "a list"}
+_SAID = ("run", "step", "rollbacks", "data", "config")  # in the facts of both layouts
 _MAX_STEP = Expected(0, 1 << 53, whole=True)
 
 
@@ -145,14 +146,8 @@ def _write_servable(checkpoint: Checkpoint, servable: ServableModel, directory: 
 
 
 def _facts(checkpoint: Checkpoint, version: int) -> dict[str, Any]:
-    return {
-        "version": version,
-        "run": checkpoint.run,
-        "step": checkpoint.step,
-        "rollbacks": checkpoint.rollbacks,
-        "data": dict(checkpoint.data),
-        "config": dict(checkpoint.config),
-    }
+    facts = {name: getattr(checkpoint, name) for name in _SAID}
+    return {"version": version, **facts, "data": dict(checkpoint.data), "config": dict(checkpoint.config)}
 
 
 def _is_servable(directory: Path) -> bool:
@@ -186,26 +181,20 @@ def read(directory: Path) -> Checkpoint:
         CheckpointError: a file is missing or damaged; the message names the file.
     """
     facts = read_facts(directory)
-    return _read_servable(directory, facts) if _is_servable(directory) else _read_plain(directory, facts)
+    content = _read_servable(directory, facts) if _is_servable(directory) else _read_plain(directory, facts)
+    return Checkpoint(**content, **{name: facts[name] for name in _SAID}, losses=read_losses(directory))
 
 
-def _read_plain(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
-    parameters = _tensors(directory / MODEL, facts["digest"])
+def _read_plain(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = _tensors(directory / OPTIMIZER, facts["optimizer_digest"])
-    return Checkpoint(
-        facts["run"],
-        facts["step"],
-        parameters,
-        unflatten(FlatState(optimizer, facts.get("optimizer"))),
-        unflatten(FlatState({}, facts.get("scheduler"))),
-        facts["data"],
-        facts["config"],
-        facts["rollbacks"],
-        losses=read_losses(directory),
-    )
+    return {
+        "parameters": _tensors(directory / MODEL, facts["digest"]),
+        "optimizer": unflatten(FlatState(optimizer, facts.get("optimizer"))),
+        "scheduler": unflatten(FlatState({}, facts.get("scheduler"))),
+    }
 
 
-def _read_servable(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
+def _read_servable(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     files = facts["files"]
     for name, digest in files.items():
         _require_unchanged(directory, name, digest)
@@ -213,19 +202,11 @@ def _read_servable(directory: Path, facts: Mapping[str, Any]) -> Checkpoint:
     state = unflatten(FlatState(tensors, facts.get("state")))
     if not isinstance(state, dict) or not isinstance(state.get("compressor"), dict):
         raise CheckpointError(f"{directory / TRAINING / FACTS} has no state of an optimizer and a compressor")
-    return Checkpoint(
-        facts["run"],
-        facts["step"],
-        read_model(directory, _in_folder(files, ""), facts.get("model")),
-        state.get("optimizer"),
-        state.get("scheduler"),
-        facts["data"],
-        facts["config"],
-        facts["rollbacks"],
-        state["compressor"],
-        tuple(map(str, facts["trained"])),
-        read_losses(directory),
-    )
+    return {
+        "parameters": read_model(directory, _in_folder(files, ""), facts.get("model")),
+        **{name: state.get(name) for name in ("optimizer", "scheduler", "compressor")},
+        "trained": tuple(map(str, facts["trained"])),
+    }
 
 
 def write_losses(losses: LossCurve, run: str, directory: Path) -> None:

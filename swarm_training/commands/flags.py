@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.process.invocation import add_common_flags
 from swarm_training.contract.backend import Joining
 from swarm_training.data.order import DataShard
 from swarm_training.reports.reporter import EXPECTED
 from swarm_training.runfile.settings import RunFile
 
 RoleName = Literal["TRAINER", "CLIENT", "MODERATOR"]
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    command: Callable[[argparse.Namespace], Callable[[], None]],
+    text: str,
+) -> argparse.ArgumentParser:
+    """Add a command with the flags that every command has. ``command``: checks the arguments, and returns the work."""
+    parser = commands.add_parser(
+        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.set_defaults(command=command)
+    add_common_flags(parser)
+    return parser
 
 
 def add_joining_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,11 +24,15 @@ M = TypeVar("M", bound=Message)
 
 
 class DhtPeerRegistry:
-    """A DHT node inside this process, and the keys of one run on the DHT."""
+    """A DHT node inside this process, and the keys of one run on the DHT.
+
+    Attributes:
+        node: the DHT node, for keys of other kinds.
+    """
 
     def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
         """Use ``node`` for the keys of a run. ``moderated_as``: the run's name in moderators' orders, if it differs."""
-        self._node = node
+        self.node = node
         self._identity = identity
         self._key = f"swarm.training.v1/{run}/progress"
         self._orders_key = f"swarm.training.v1/{run if moderated_as is None else moderated_as}/orders"
@@ -49,23 +53,18 @@ class DhtPeerRegistry:
         limit_records(node)  # without ``access``, which would admit records of servers only
         return cls(node, run, identity)
 
-    @property
-    def node(self) -> DHTNode:
-        """Return the DHT node, for keys of other kinds."""
-        return self._node
-
     def beside(self, run: str, moderated_as: str | None = None) -> DhtPeerRegistry:
         """Return the board of another run on the same node; closing this board ends both."""
-        return DhtPeerRegistry(self._node, run, self._identity, moderated_as)
+        return DhtPeerRegistry(self.node, run, self._identity, moderated_as)
 
     async def addresses(self) -> list[str]:
         """Return multiaddrs with which other peers can join through this node."""
-        return [str(address) for address in await self._node.p2p.get_visible_maddrs()]
+        return [str(address) for address in await self.node.p2p.get_visible_maddrs()]
 
     async def publish(self, record: pb.SignedProgress) -> None:
         self._expiration = max(get_dht_time() + LIFETIME_S, self._expiration + 0.001)
         data = record.SerializeToString()
-        await store_item(self._node, self._key, self._subkey, data, self._expiration)  # again soon, if not in time
+        await store_item(self.node, self._key, self._subkey, data, self._expiration)  # again soon, if not in time
 
     async def read(self) -> list[pb.SignedProgress]:
         """Return the records of all peers, not yet verified."""
@@ -82,18 +81,18 @@ class DhtPeerRegistry:
             PeerUnavailable: no peer has stored the orders.
         """
         orders, expires_at = [order], get_dht_time() + LIFETIME_S
-        if (item := (await read_items(self._node, self._orders_key)).get(self._subkey)) is not None:
+        if (item := (await read_items(self.node, self._orders_key)).get(self._subkey)) is not None:
             orders = [*pb.PublishedOrders.FromString(item.value).orders, order]
             expires_at = max(expires_at, item.expiration_time + 0.001)  # only the later entry stays
         data = pb.PublishedOrders(orders=orders).SerializeToString()
-        if not await store_item(self._node, self._orders_key, self._subkey, data, expires_at):
+        if not await store_item(self.node, self._orders_key, self._subkey, data, expires_at):
             raise PeerUnavailable("no member of the run has stored the order: try again")
 
     async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:
-        await rejoin_if_alone(self._node)
+        await rejoin_if_alone(self.node)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                items = await read_items(self._node, key)
+                items = await read_items(self.node, key)
         except TimeoutError:
             return
         for item in items.values():
@@ -101,4 +100,4 @@ class DhtPeerRegistry:
                 yield kind.FromString(item.value)
 
     async def close(self) -> None:
-        await dht_node.stop(self._node)
+        await dht_node.stop(self.node)

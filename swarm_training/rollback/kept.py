@@ -41,6 +41,9 @@ class KeptCheckpoints:
 
     In a directory that stays, a process that is killed at any moment leaves whole files. Processes of one machine may
     share it: what they write is named after its content.
+
+    Attributes:
+        spared: the steps of the last call of ``spare``.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class KeptCheckpoints:
         self._stays = stays
         self._digest_of = digest_of
         self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed
-        self._spared: frozenset[int] = frozenset()
+        self.spared: frozenset[int] = frozenset()
         if every and directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -78,19 +81,14 @@ class KeptCheckpoints:
         """Return whether any checkpoints are kept."""
         return self._every > 0
 
-    @property
-    def spared(self) -> frozenset[int]:
-        """Return the steps of the last call of ``spare``."""
-        return self._spared
-
     def is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
     def spare(self, steps: Collection[int]) -> None:
         """Let the checkpoints of these steps stay, however old they are, in place of the steps of an earlier call. Call
         it where checkpoints are kept."""
-        if self._spared != (spared := frozenset(steps)):
-            self._spared = spared
+        if self.spared != (spared := frozenset(steps)):
+            self.spared = spared
             self._replace(self._staying(self._kept))
 
     def of(self, step: int) -> Kept | None:
@@ -125,7 +123,7 @@ class KeptCheckpoints:
     def _staying(self, entries: Mapping[int, _Entry]) -> dict[int, _Entry]:
         """Return the newest entries, and those that are spared, by step, ascending."""
         newest = self._newest(entries)
-        return {step: entries[step] for step in sorted(entries) if step in self._spared or step in newest}
+        return {step: entries[step] for step in sorted(entries) if step in self.spared or step in newest}
 
     def _newest(self, entries: Mapping[int, _Entry]) -> list[int]:
         return sorted(step for step, entry in entries.items() if not entry.is_extra)[-self._most :]
@@ -169,7 +167,7 @@ class KeptCheckpoints:
             if is_start or (kept.step < step and kept.lineage.skipped_batches >= most_skipped):
                 most_skipped = kept.lineage.skipped_batches
                 may_go_back = is_start or self.is_due(kept.step)
-                if may_go_back or kept.step in self._spared:
+                if may_go_back or kept.step in self.spared:
                     found[kept.step] = _Entry(kept, path, is_extra=not may_go_back)
         self._kept = self._staying(found)
         used = {entry.path for entry in self._kept.values()}
@@ -178,7 +176,7 @@ class KeptCheckpoints:
     def adopt_spared(self, moment: Moment) -> None:
         """Take over the checkpoint of this moment, which is spared, if an earlier process has left it in the directory.
         It is none to go back to. Its file may say more rollbacks than the moment: the run has been there again."""
-        if not self._stays or self._directory is None or moment.step in self._kept or moment.step not in self._spared:
+        if not self._stays or self._directory is None or moment.step in self._kept or moment.step not in self.spared:
             return
         for path, kept in stored_in(self._directory).items():
             if kept.step == moment.step and kept.lineage.rollbacks >= moment.rollbacks:
@@ -229,7 +227,7 @@ class KeptCheckpoints:
         assert self._directory is not None
         oldest = min(self.digests())
         files = stored_in(self._directory).items()
-        _remove(path for path, kept in files if kept.step < oldest and kept.step not in self._spared)
+        _remove(path for path, kept in files if kept.step < oldest and kept.step not in self.spared)
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -136,15 +136,19 @@ class StagesFollower:
     """The follower of one run in stages, who learns the loss of each step from the records of the last stage's peers.
 
     The records come one after the other, so the loss of a step is known exactly once they cover all its micro-batches.
+
+    Attributes:
+        moment: the moment of the run that was seen last.
+        is_known: whether the loss of its step is known exactly.
     """
 
     def __init__(self, file: RunFile, reports: StepReports | None, say: Say) -> None:
         self._file, self._reports = file, reports
         self._size = file.stages.num_micro_batches(file.run.target_batch_size)
         self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
-        self._moment = Moment(0, 0)
+        self.moment = Moment(0, 0)
         self._loss: float | None = None
-        self._is_complete = False
+        self.is_known = False
         self.losses = KnownLosses(say)
 
     def see(self, records: Sequence[Sequence[Progress]], held_out: EvaluationHistory) -> None:
@@ -157,31 +161,22 @@ class StagesFollower:
             seen = self._observer.complete(replace(view, loss=self._loss), time.time())
             self._reports.see(seen, time.monotonic())
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether the loss of the present step is known exactly."""
-        return self._is_complete
-
-    @property
-    def step(self) -> int:
-        return self._moment.step
-
     def _note_moment(self, moment: Moment) -> None:
-        if moment == self._moment:
+        if moment == self.moment:
             return
-        if moment.rollbacks > self._moment.rollbacks:
+        if moment.rollbacks > self.moment.rollbacks:
             self.losses.went_back(moment.step)
-        self._moment, self._loss, self._is_complete = moment, None, False
+        self.moment, self._loss, self.is_known = moment, None, False
 
     def _note_loss(self, last_stage: Sequence[Progress]) -> None:
-        if self._is_complete:
+        if self.is_known:
             return
         # A peer that meets others has the loss of the step to come in its record already.
-        here = [peer for peer in last_stage if peer.moment == self._moment and peer.state == TRAINING]
-        self._is_complete = sum(peer.loss_samples for peer in here) >= self._size
+        here = [peer for peer in last_stage if peer.moment == self.moment and peer.state == TRAINING]
+        self.is_known = sum(peer.loss_samples for peer in here) >= self._size
         if (loss := mean_loss(here, self._size)) is not None and loss != self._loss:
             self._loss = loss
-            self.losses.stepped(self._moment.step, loss)
+            self.losses.stepped(self.moment.step, loss)
 
 
 class CurveFiles:
@@ -201,7 +196,7 @@ class CurveFiles:
     def write_if_due(self, follower: StagesFollower) -> None:
         """Write the curve once the loss of a step with a checkpoint is known, or the run has gone on, and again once a
         loss on held-out data is known."""
-        step = follower.step
+        step = follower.moment.step
         due = max(step - step % every for every in self._every)
         if (due, follower.losses.held_out) != self._written and (due < step or follower.is_known):
             self._written = due, follower.losses.held_out
