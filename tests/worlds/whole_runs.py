@@ -41,7 +41,7 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.audit.answers import AnswerLog
-from swarm_training.stages.audit.service import AuditService, Witness
+from swarm_training.stages.audit.service import AuditService
 from swarm_training.stages.engine.accumulator import Accumulator, rounded
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import Scratch
@@ -224,7 +224,7 @@ class WholeRun:
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)
         life.evaluation.compute_by(HeldOutSamples(HELD_OUT, ROWS, recomputing.held_out_loss).loss)
         service = StagesService(RUN, hosted, note_answer=answers.note, is_finite=recomputing.is_finite)
-        audits = AuditService(RUN, Witness(hosted, sums, peer, own, answers))
+        audits = AuditService(RUN, hosted, own, answers)
 
         def add_services(server: grpc.aio.Server) -> None:
             TrainingService(peer, None).add_to(server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -13,10 +12,7 @@ from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
-from swarm_training.experts.core.config import MixtureConfig
 from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
-from swarm_training.experts.directory.directory import ExpertCache
-from swarm_training.experts.mixture.dispatch import Dispatcher
 from swarm_training.experts.net.calls import GrpcCalls
 
 
@@ -59,12 +55,3 @@ class ExpertClient:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
-
-
-def dispatcher(
-    network: ExpertClient, name: str, grid: Sequence[int], hidden: int, k: int, config: MixtureConfig
-) -> Dispatcher:
-    """Return the dispatcher of one layer."""
-    board = network.board(name, grid, hidden)
-    directory = ExpertCache(board, config.refresh_s, config.ban_s, time.monotonic)
-    return Dispatcher(name, hidden, k, directory, network.calls, config)

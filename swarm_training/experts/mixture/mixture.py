@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch import nn
 from swarm_protocol.process import network_loop
 from swarm_training.experts.core.cells import check_grid, check_name
 from swarm_training.experts.core.config import MAX_HIDDEN, MixtureConfig
-from swarm_training.experts.mixture.client import ExpertClient, dispatcher
+from swarm_training.experts.directory.directory import ExpertCache
+from swarm_training.experts.mixture.client import ExpertClient
+from swarm_training.experts.mixture.dispatch import Dispatcher
 from swarm_training.experts.mixture.gating import balance_loss, scores_of, weights_of
 from swarm_training.experts.mixture.remote_function import expert_outputs, on_wire
 
@@ -72,7 +75,8 @@ class RemoteMixtureOfExperts(nn.Module):
         self._own_client = None if client is not None else ExpertClient(initial_peers, membership=membership)
         network = client or self._own_client
         assert network is not None
-        self._dispatcher = dispatcher(network, name, self.grid, hidden, k, config)
+        cache = ExpertCache(network.board(name, grid, hidden), config.refresh_s, config.ban_s, time.monotonic)
+        self._dispatcher = Dispatcher(name, hidden, k, cache, network.calls, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the weighted outputs, in the shape of ``hidden_states``: […, hidden].

@@ -16,13 +16,22 @@ from swarm_training.experts.pb import experts_pb2 as pb
 from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
 
-class GrpcCalls:
-    """The calls to experts over gRPC, with channels that are kept open. Used on one event loop only.
-
-    Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
+class ServerCalls:
+    """The calls to servers of experts over gRPC, with channels that are kept open. Used on one event loop only."""
 
     def __init__(self, credentials: ClientCredentials) -> None:
         self._channels = PinnedChannels(credentials)
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+    async def _stub(self, holder: ExpertHolder) -> ExpertsStub:
+        channel = await self._channels.to(holder.address, holder.tls_fingerprint, holder.peer_id)
+        return ExpertsStub(channel)  # type: ignore[no-untyped-call]
+
+
+class GrpcCalls(ServerCalls):
+    """The calls of experts. Tensors are [rows, hidden] fp32 on the CPU. Calls raise SwarmError."""
 
     async def forward(self, holder: ExpertHolder, name: str, cell: Cell, inputs: torch.Tensor) -> torch.Tensor:
         """Return the expert's outputs."""
@@ -47,13 +56,6 @@ class GrpcCalls:
         async with translated(holder.peer_id):
             reply: pb.ForwardReply = await stub.Forward(request)
             return reply
-
-    async def close(self) -> None:
-        await self._channels.close()
-
-    async def _stub(self, holder: ExpertHolder) -> ExpertsStub:
-        channel = await self._channels.to(holder.address, holder.tls_fingerprint, holder.peer_id)
-        return ExpertsStub(channel)  # type: ignore[no-untyped-call]
 
 
 def _checked(wire: swarm_pb2.Tensor, inputs: torch.Tensor, holder: ExpertHolder) -> torch.Tensor:

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
-from swarm_protocol.rpc.channels import PinnedChannels, translated
+from swarm_protocol.rpc.channels import translated
 from swarm_protocol.wire.codec import parts_of
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
+from swarm_training.experts.net.calls import ServerCalls
 from swarm_training.experts.pb import experts_pb2 as pb
-from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
 _ANSWER_S = 10.0
 _Part = pb.KeepReplicaRequest | pb.FetchReplicaReply
@@ -47,11 +47,11 @@ async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], 
     return data
 
 
-class ReplicaCalls:
-    """The calls for replicas, over channels that are kept open. Used on one event loop; all calls raise SwarmError."""
+class ReplicaCalls(ServerCalls):
+    """The calls for replicas, which raise SwarmError."""
 
     def __init__(self, credentials: ClientCredentials, name: str, grid: Sequence[int]) -> None:
-        self._channels = PinnedChannels(credentials)
+        super().__init__(credentials)
         self._name = name
         self._grid = grid
 
@@ -98,10 +98,3 @@ class ReplicaCalls:
             raise BadReply(str(error), keeper.peer_id) from None
         finally:
             call.cancel()
-
-    async def close(self) -> None:
-        await self._channels.close()
-
-    async def _stub(self, keeper: ExpertHolder) -> ExpertsStub:
-        channel = await self._channels.to(keeper.address, keeper.tls_fingerprint, keeper.peer_id)
-        return ExpertsStub(channel)  # type: ignore[no-untyped-call]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,8 +28,6 @@ from swarm_training.stages.rpc.room import RequestReservation, RequestRoom, Stag
 from swarm_training.stages.rpc.validation import RequestReader, check_micro_batch, require_moment
 
 if TYPE_CHECKING:
-    from swarm_training.run.peer import TrainingPeer
-    from swarm_training.stages.engine.accumulator import Accumulator
     from swarm_training.stages.engine.stage import StageGradients
 
     _Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,30 +35,24 @@ _NAMES = {form: name for name, form in FORMS.items()}
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Witness:
-    """The stage peer that signs and checks answers.
-
-    Attributes:
-        precision: the precision in which the peer computes.
-        answers: the answers that the peer has given.
-    """
-
-    host: HostedStage
-    pending: Accumulator
-    mates: TrainingPeer
-    identity: Identity
-    answers: AnswerLog
-    precision: str = "fp32"
-
-
 class AuditService:
     def __init__(
-        self, run: str, witness: Witness, limits: StageLimits | None = None, access: AccessControl | None = None
+        self,
+        run: str,
+        host: HostedStage,
+        identity: Identity,
+        answers: AnswerLog,
+        limits: StageLimits | None = None,
+        access: AccessControl | None = None,
+        precision: str = "fp32",
     ) -> None:
-        """Set up the service. The arguments are those of ``StagesService``."""
+        """Set up the service. ``identity``: signs answers. ``answers``: those that the peer has given. ``precision``:
+        that in which the peer computes. The other arguments are those of ``StagesService``."""
         self._run = run
-        self._witness = witness
+        self._host = host
+        self._identity = identity
+        self._answers = answers
+        self._precision = precision
         self._limits = limits or StageLimits()
         self._access = access
         self._room = RequestRoom(self._limits)
@@ -72,10 +63,10 @@ class AuditService:
 
     async def Attest(self, request: audit_pb.AttestRequest, context: _Context) -> audit_pb.AttestReply:
         trainer = admitted(context, self._access)
-        check_micro_batch(request.micro_batch, self._run, self._witness.host)
-        statement = (await self._statement(trainer, request)).signed(self._witness.identity)
+        check_micro_batch(request.micro_batch, self._run, self._host)
+        statement = (await self._statement(trainer, request)).signed(self._identity)
         if request.withdraws:
-            self._witness.pending.withdraw(request.micro_batch.number, trainer)
+            self._host.sums.withdraw(request.micro_batch.number, trainer)
         return audit_pb.AttestReply(statement=statement)
 
     async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
@@ -83,11 +74,11 @@ class AuditService:
         with self._room.request(trainer) as reservation:
             async with asyncio.timeout(self._limits.read_s):
                 statement, reader, replies = await self._read(requests, reservation)
-            is_upheld = statement.peer_id in self._witness.mates.banned() or await self._is_wrong(
+            is_upheld = statement.peer_id in self._host.peer.peer.banned() or await self._is_wrong(
                 statement, await asyncio.to_thread(reader.tensors), replies
             )
-        if is_upheld and statement.peer_id not in self._witness.mates.banned():
-            self._witness.mates.exclude(statement.peer_id)
+        if is_upheld and statement.peer_id not in self._host.peer.peer.banned():
+            self._host.peer.peer.exclude(statement.peer_id)
         elif not is_upheld:
             _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
         return audit_pb.AccuseReply(is_upheld=is_upheld)
@@ -104,9 +95,7 @@ class AuditService:
                 raise RequestRejected("an accusation begins with a statement, and has it once")
             if statement is None:
                 statement = await self._checked(message)
-                reader = RequestReader(
-                    self._witness.host.stage, statement.is_backward, reservation, self._limits.max_tokens
-                )
+                reader = RequestReader(self._host.stage, statement.is_backward, reservation, self._limits.max_tokens)
                 reader.start(statement.work)
             assert reader is not None
             if message.HasField("request"):
@@ -123,17 +112,17 @@ class AuditService:
         if len(request.seed) != SEED_BYTES:
             raise RequestRejected(f"a seed has {len(request.seed)} bytes: expected {SEED_BYTES}")
         which = request.micro_batch
-        given = self._witness.answers.given(trainer, which, is_backward=request.is_backward)
+        given = self._answers.given(trainer, which, is_backward=request.is_backward)
         if given is None:
             raise PeerMoved(f"nothing is known here of an answer to micro-batch {which.number}")
         found: tuple[float, ...] = ()
         if request.is_backward and given.work.accumulates:
-            gradients = self._witness.pending.pending(which.number, trainer)
+            gradients = self._host.sums.pending(which.number, trainer)
             if gradients is None:
                 raise PeerMoved(f"no gradient of micro-batch {which.number} is pending here")
             found = await asyncio.to_thread(sketch, gradients, request.seed)
         return AnswerStatement(
-            self._witness.identity.peer_id,
+            self._identity.peer_id,
             given.work,
             request.is_backward,
             given.request,
@@ -150,9 +139,9 @@ class AuditService:
             statement = await asyncio.to_thread(AnswerStatement.read, message.statement)
         except ValueError as error:
             raise RequestRejected(str(error)) from None
-        if statement.peer_id == self._witness.identity.peer_id:
+        if statement.peer_id == self._identity.peer_id:
             raise RequestRejected("a peer is accused before itself: expected one of its mates")
-        check_micro_batch(statement.work.micro_batch, self._run, self._witness.host)
+        check_micro_batch(statement.work.micro_batch, self._run, self._host)
         if bool(statement.sketch) != (statement.is_backward and statement.work.accumulates):
             raise RequestRejected("a statement has no sketch of the gradient that it is about, or one of none")
         return statement
@@ -169,11 +158,11 @@ class AuditService:
         if digests != (statement.request, statement.answer):
             raise RequestRejected("a statement is about another request or answer than those that came with it")
         own = await self._compute(statement, tensors)
-        tolerance = Tolerance.of(self._witness.precision, _NAMES[work.reply_form])
+        tolerance = Tolerance.of(self._precision, _NAMES[work.reply_form])
         return not agree(Testimony(statement.peer_id, said, statement.sketch), own, tolerance)
 
     async def _compute(self, statement: AnswerStatement, tensors: dict[str, Tensor]) -> Testimony:
-        work, host, is_backward = statement.work, self._witness.host, statement.is_backward
+        work, host, is_backward = statement.work, self._host, statement.is_backward
 
         def run() -> tuple[StageAnswer, StageGradients | None]:
             require_moment(work.micro_batch, host)
@@ -183,4 +172,4 @@ class AuditService:
         sketched: tuple[float, ...] = ()
         if statement.sketch and found is not None:
             sketched = await asyncio.to_thread(sketch, found.parameters, statement.seed)
-        return Testimony(self._witness.identity.peer_id, answer, sketched)
+        return Testimony(self._identity.peer_id, answer, sketched)

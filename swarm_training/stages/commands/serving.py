@@ -27,7 +27,7 @@ from swarm_training.rollback.stored import StoredCheckpoints
 from swarm_training.run.state import digest_of
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.audit.answers import AnswerLog
-from swarm_training.stages.audit.service import AuditService, Witness
+from swarm_training.stages.audit.service import AuditService
 from swarm_training.stages.commands.building import (
     build,
     held_out_samples,
@@ -175,10 +175,7 @@ class _Serving:
 
     async def hold(self, index: int, *, stays: bool) -> int:
         """Hold a stage, and return the next stage once the peer has left this one. A peer that stays never returns."""
-        place, config = (
-            StageOfRun(self.place.run, index, self.place.num_stages, self.place.num_micro_batches),
-            self.config,
-        )
+        place, config = replace(self.place, index=index), self.config
         async with self.announcements.on_the_way(index):
             built = await asyncio.to_thread(
                 build, self.file, self.source, index, config, self.device, self.memory_bytes
@@ -199,8 +196,8 @@ class _Serving:
             services[-1].add_to(server)
             if answers is not None:
                 precision = self.file.stages.precision
-                witness = Witness(hosted, built.sums, peer.peer, self.member.identity, answers, precision)
-                AuditService(place.run, witness, built.limits, access).add_to(server)
+                own = self.member.identity
+                AuditService(place.run, hosted, own, answers, built.limits, access, precision).add_to(server)
 
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
         self.say(f"memory {built.memory}")

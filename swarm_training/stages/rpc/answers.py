@@ -49,7 +49,7 @@ class StageAnswerReader:
         self._arriving.take(reply)
 
     def answer(self) -> StageAnswer:
-        self._arriving.finish()
+        self._arriving.require_complete()
         if self._first is None:
             raise RequestRejected("the answer is empty")
         found = self._arriving.found.get("tensor")

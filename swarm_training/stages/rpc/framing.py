@@ -49,16 +49,13 @@ class TensorCollector:
             self._last.add(message.part)
         for field in self._fields:
             if message.HasField(field):
-                self._require_complete()
+                self.require_complete()
                 if field in self.found:
                     raise RequestRejected(f"a call has two tensors of the name {field}: expected one")
                 self._last = self.found[field] = self._begin(field, getattr(message, field))
 
-    def finish(self) -> None:
-        """End the call. Raises RequestRejected if parts are missing."""
-        self._require_complete()
-
-    def _require_complete(self) -> None:
+    def require_complete(self) -> None:
+        """Raise RequestRejected if parts of a tensor are missing."""
         if self._last is not None and not self._last.complete:
             raise RequestRejected(
                 f"only {self._last.received_bytes} of {self._last.size_bytes} bytes of a tensor arrived"

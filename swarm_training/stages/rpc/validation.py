@@ -122,7 +122,7 @@ class RequestReader:
         Raises:
             RequestRejected: one is missing, incomplete or not finite.
         """
-        self._arriving.finish()
+        self._arriving.require_complete()
         found = self._arriving.found
         for name in FIELDS:
             if self._takes(name) and name not in found:

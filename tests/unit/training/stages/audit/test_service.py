@@ -20,7 +20,7 @@ from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.client import AuditClient, AuditEvidence
-from swarm_training.stages.audit.service import AuditService, Witness
+from swarm_training.stages.audit.service import AuditService
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
 from swarm_training.stages.audit.statements import AnswerStatement
 from swarm_training.stages.rpc.answers import StageAnswer
@@ -49,6 +49,10 @@ class Peer:
     host: ToyHost
     excluded: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.host.sums.pending, self.host.sums.withdraw = self.pending, self.withdraw
+        self.host.peer.banned, self.host.peer.exclude = self.banned, self.exclude
+
     def pending(self, m: int, trainer: str) -> list[Tensor] | None:
         return self.host.pending.get((m, trainer))
 
@@ -66,7 +70,7 @@ class Peer:
 async def serving(number: int, stage: ToyStage) -> AsyncIterator[tuple[Progress, Peer]]:
     peer, own, answers, certificate = Peer(ToyHost(stage)), identity(number), AnswerLog(), Certificate.generate()
     service = StagesService(RUN, peer.host, note_answer=answers.note)
-    audits = AuditService(RUN, Witness(peer.host, peer, peer, own, answers))
+    audits = AuditService(RUN, peer.host, own, answers)
     server, port = await start_server(
         lambda server: (service.add_to(server), audits.add_to(server)), certificate, "127.0.0.1", 0
     )

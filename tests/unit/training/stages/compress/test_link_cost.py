@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.link_cost import LinkCost
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import encode
 from swarm_training.stages.compress.layers import boundary
-from benchmarks.link_cost import LinkCost
 
 TOKENS = 32
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.link_cost import LinkCost
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.net.channels import GrpcNetwork
-from benchmarks.link_cost import LinkCost
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
 from swarm_training.stages.pb import stages_pb2 as pb
