@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -281,20 +281,20 @@ def require_train_flags(argv: list[str]) -> None:
     typed_here = typed_flags(make_parser(), argv)
     if "quant" in typed_here and "then-serve" not in typed_here:
         raise ValueError("--quant with --train is for what is served afterwards: expected --then-serve DIR with it")
-    if wrong := sorted(typed_here - set(_TRAIN_FLAGS)):
-        named = " and ".join(f"--{flag}" for flag in wrong)
-        raise ValueError(
-            f"{named}: cannot be combined with --train, which takes only "
-            + ", ".join(f"--{flag}" for flag in _TRAIN_FLAGS[1:])
-        )
+    _require_only(typed_here, _TRAIN_FLAGS)
 
 
 def require_follow_flags(argv: list[str]) -> None:
     """Raise ValueError if a flag was given that does not apply to a follower of a group."""
-    if wrong := sorted(typed_flags(make_parser(), argv) - set(_FOLLOW_FLAGS)):
+    _require_only(typed_flags(make_parser(), argv), _FOLLOW_FLAGS)
+
+
+def _require_only(typed_here: set[str], allowed: Sequence[str]) -> None:
+    """Raise ValueError if another flag was given than those that the first of the ``allowed`` ones goes with."""
+    first, *others = (f"--{flag}" for flag in allowed)
+    if wrong := sorted(f"--{flag}" for flag in typed_here.difference(allowed)):
         raise ValueError(
-            f"{' and '.join(f'--{flag}' for flag in wrong)}: cannot be combined with --follow, which takes only "
-            + ", ".join(f"--{flag}" for flag in _FOLLOW_FLAGS[1:])
+            f"{' and '.join(wrong)}: cannot be combined with {first}, which takes only {', '.join(others)}"
         )
 
 

@@ -31,7 +31,7 @@ _RESOLVE_S = 3.0  # timeout to resolve the addresses of one member
 _MAX_TRIES = 3
 _MAX_MEMBERS = 64  # members kept, and members resolved at the same time
 _MAX_ADDRESSES = 4  # per member
-_LOCAL = [
+LOCAL_NETWORKS = [
     ipaddress.ip_network(network)
     for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7")
 ]
@@ -45,7 +45,7 @@ def require_zeroconf() -> None:
 
 def is_local(address: Address) -> bool:
     """Return whether the address belongs to a local network, and not to this machine alone."""
-    return any(address.version == network.version and address in network for network in _LOCAL)
+    return any(address.version == network.version and address in network for network in LOCAL_NETWORKS)
 
 
 def local_address(preferred: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -133,12 +133,25 @@ async def start_server(
     Raises:
         ValueError: the server cannot listen on the address.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server, bound = bound_server(certificate, host, port)
     add_services(server)
-    address = host_port(host, port)
-    try:
-        bound = server.add_secure_port(address, certificate.server_credentials())
-    except RuntimeError:
-        raise ValueError(f"cannot listen on {address}: expected a free port on an address of this host") from None
     await server.start()
     return server, bound
+
+
+def bound_server(certificate: Certificate, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Return a server that has not started, and its port; port 0 stands for any free port.
+
+    Raises:
+        ValueError: the server cannot listen on the address.
+    """
+    server, bound = grpc.aio.server(options=SERVER_OPTIONS), 0
+    with suppress(RuntimeError):
+        bound = server.add_secure_port(host_port(host, port), certificate.server_credentials())
+    if bound == 0:
+        raise ValueError(cannot_listen(host, port))
+    return server, bound
+
+
+def cannot_listen(host: str, port: int) -> str:
+    return f"cannot listen on {host_port(host, port)}: the port is in use or the address is not this machine's"

@@ -12,7 +12,7 @@ import asyncio
 import socket
 from contextlib import suppress
 
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import Closing, undone_on_error
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.streams.streams import Stream
@@ -23,7 +23,7 @@ _AGAIN_S = 0.1
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class Hole:
+class Hole(Closing):
     """A local port from which this machine connects to a peer, and on which it accepts the peer's connection too."""
 
     def __init__(self, family: socket.AddressFamily) -> None:
@@ -36,12 +36,6 @@ class Hole:
     def close(self) -> None:
         """Close the listener; connections stay open."""
         self._listener.close()
-
-    def __enter__(self) -> Hole:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     async def through(self, peer_id: str, host: str, port: int) -> Stream | None:
         """Connect to the peer, which does the same at about the same time; return None if this fails or is late.

@@ -24,16 +24,10 @@ AUTO, ALWAYS, NEVER = "auto", "always", "never"  # whether files are offered
 PREFIX_CACHES = ("auto", "all", "own", "none")
 RELAYS = ("auto", "always", "never")
 _AT_LEAST_ONE = (
-    "num_blocks",
-    "memory_bytes",
-    "cache_tokens",
-    "cache_bytes",
-    "adapter_bytes",
-    "incoming_bytes",
-    "chunk_tokens",
-    "max_sessions",
-    "group_size",
+    *("num_blocks", "memory_bytes", "cache_tokens", "cache_bytes", "adapter_bytes", "incoming_bytes"),
+    *("chunk_tokens", "max_sessions", "group_size"),
 )
+_AT_LEAST_NONE = ("relay_bytes_per_s", "weight_cache_bytes")
 MOST_MEMBERS = 16  # of a group
 
 
@@ -96,7 +90,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        self._check_relaying()
         if not re.fullmatch(r"auto|(cpu|cuda|xpu|mps)(:\d+)?", self.device):
             raise ValueError(f"device {self.device!r} is unknown: expected auto, cpu, cuda, cuda:1, xpu or mps")
         self._check_devices()
@@ -127,12 +120,6 @@ class ServerConfig:
             if value not in known:
                 raise ValueError(f"{name} {value!r} is unknown: expected one of {', '.join(known)}")
 
-    def _check_relaying(self) -> None:
-        if self.relay_bytes_per_s < 0:
-            raise ValueError(f"relay_bytes_per_s is {self.relay_bytes_per_s}: expected at least 0")
-        if not 1 <= self.relay_keepalive_s <= 300:
-            raise ValueError(f"relay_keepalive_s is {self.relay_keepalive_s}: expected 1 to 300 seconds")
-
     def _check_addresses(self) -> None:
         if self.announce_address is not None:
             split_address(self.announce_address, 0)
@@ -144,12 +131,11 @@ class ServerConfig:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
 
     def _check_sizes(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: expected at least 1")
-        if self.weight_cache_bytes < 0:
-            raise ValueError(f"weight_cache_bytes is {self.weight_cache_bytes}: expected at least 0")
+        for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_NONE)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and value < least:
+                    raise ValueError(f"{name} is {value}: expected at least {least}")
         self._require_at_most_one("blocks", "initial_blocks", "num_blocks", "memory_bytes")
 
     def _require_at_most_one(self, *names: str) -> None:
@@ -160,6 +146,8 @@ class ServerConfig:
     def _check_times_and_rates(self) -> None:
         if not 0 <= self.drain_timeout_s < inf:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}: expected a number of seconds")
+        if not 1 <= self.relay_keepalive_s <= 300:
+            raise ValueError(f"relay_keepalive_s is {self.relay_keepalive_s}: expected 1 to 300 seconds")
         for name in ("stall_timeout_s", "min_bytes_per_s"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected a number above 0")
@@ -213,7 +201,11 @@ class ServerConfig:
         addresses = {"--follow": self.follow, "--group-listen": self.group_listen}
         flags = [flag for flag, address in addresses.items() if address is not None]
         for flag in flags:
-            _require_port(flag, str(addresses[flag]))
+            port = 0
+            with suppress(ValueError):
+                _, port = split_address(str(addresses[flag]), 0)
+            if not port:
+                raise ValueError(f"{flag} {addresses[flag]!r} is no address of a group's leader: expected HOST:PORT")
         ip = None if self.group_listen is None else parse_host(split_address(self.group_listen, 0)[0])
         if ip is not None and ip.is_unspecified:
             raise ValueError(
@@ -271,10 +263,3 @@ class ServerConfig:
             )
         if self.quant not in ("int8", "none"):
             raise ValueError(f"tensor_parallel computes with int8 or none, not with quant {self.quant}")
-
-
-def _require_port(flag: str, address: str) -> None:
-    with suppress(ValueError):
-        if split_address(address, 0)[1]:
-            return
-    raise ValueError(f"{flag} {address!r} is no address of a group's leader: expected HOST:PORT")

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Metric, PlatformCollector, Proc
 from prometheus_client.registry import Collector
 
 from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.net.hosts import host_port
 from swarm_server.core.counters import Counters
 from swarm_server.metrics import families
 from swarm_server.sessions.host import SessionManager
@@ -59,8 +60,7 @@ class Exporter:
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"metrics cannot be served on port {port} of {host}: {reason}") from None
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+        self.url = f"http://{host_port(host, self._server.server_port)}/metrics"
 
     def close(self) -> None:
         """Stop the HTTP server and wait for its thread."""

@@ -13,19 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-import grpc
-
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.file_lock import try_lock
-from swarm_protocol.net.hosts import host_port
-from swarm_protocol.net.tls import Certificate
 from swarm_protocol.process.local_registry import is_loopback
-from swarm_protocol.wire.constants import SERVER_OPTIONS
-from swarm_server.reach.own_addresses import source_address
-
-LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # any port will do, because nothing is sent
+from swarm_protocol.rpc.serving import cannot_listen
+from swarm_server.reach.own_addresses import LOOPBACK, outside_addresses, source_address
 
 
 def ip_address(host: str) -> str:
@@ -95,7 +88,7 @@ def claimed(host: str, port: int) -> Iterator[None]:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # also a port whose connection just ended
             probe.bind(target)
         except OSError:
-            raise ValueError(_cannot_listen(host, port)) from None
+            raise ValueError(cannot_listen(host, port)) from None
         probe.close()
         yield
 
@@ -122,34 +115,9 @@ def _name_taken(name: str) -> AbstractContextManager[object]:
     raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
-def _cannot_listen(host: str, port: int) -> str:
-    return f"cannot listen on {host_port(host, port)}: the port is in use or the address is not this machine's"
-
-
-def bind(host: str, port: int, certificate: Certificate) -> tuple[grpc.aio.Server, int]:
-    """Return a gRPC server, not started yet, and its port. Raise ValueError if it cannot listen there.
-
-    Port 0 stands for any free port.
-    """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    try:
-        bound = server.add_secure_port(host_port(host, port), certificate.server_credentials())
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise ValueError(_cannot_listen(host, port))
-    return server, bound
-
-
 def lan_address() -> str:
-    """Return the address of the interface that leads outside, else the loopback; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", _ANY_PORT))  # TEST-NET-1: routed like any outside address
-            address: str = probe.getsockname()[0]
-        except OSError:
-            return LOOPBACK
-    return address
+    """Return the IPv4 address of the interface that leads outside, else the loopback."""
+    return next((address for address in outside_addresses() if ":" not in address), LOOPBACK)
 
 
 def free_port(host: str) -> int:

@@ -292,7 +292,8 @@ class SpanLoader:
         budget = self._cache_budget(engine, span)
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
         engine.report_to(meter, self._counters)
-        chunk_tokens = self._chunk_tokens(engine)
+        by_device = CHUNK_TOKENS_CPU if engine.devices[0].type == "cpu" else CHUNK_TOKENS_CUDA
+        chunk_tokens = config.chunk_tokens or by_device
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         validator = RequestValidator(
             self._checkpoint.name,
@@ -377,20 +378,13 @@ class SpanLoader:
             sizes_bytes = hosted_bytes(self._checkpoint, config.quant)
             own_share = 1.0 if self._group is None else self._group.own_share
             size_bytes = config.memory_bytes - int(own_share * sum(sizes_bytes[index] for index in span))
-        else:
-            size_bytes = default_cache_bytes(token_bytes, _room_bytes(engine))
+        else:  # devices have room until the first one is full
+            by_device = engine.layout.token_bytes_by_device().items()
+            free_bytes = min(available_bytes(device) * token_bytes // its_bytes for device, its_bytes in by_device)
+            size_bytes = default_cache_bytes(token_bytes, free_bytes)
         if size_bytes < token_bytes:
             raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
         return CacheBudget(size_bytes, token_bytes)
-
-    def _chunk_tokens(self, engine: Engine) -> int:
-        return self._config.chunk_tokens or (CHUNK_TOKENS_CPU if engine.devices[0].type == "cpu" else CHUNK_TOKENS_CUDA)
-
-
-def _room_bytes(engine: Engine) -> int:
-    """Return the free memory for keys and values: what all devices can use until the first one is full."""
-    token_bytes = engine.layout.token_bytes_by_device()
-    return min(available_bytes(device) * sum(token_bytes.values()) // token_bytes[device] for device in token_bytes)
 
 
 async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:

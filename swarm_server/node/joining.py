@@ -18,16 +18,10 @@ from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.hivemind_parts import P2P
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.net.ip_networks import parse_host
-from swarm_protocol.process.local_registry import (
-    LocalRegistry,
-    RegistryEntry,
-    addresses_of,
-    is_loopback,
-    remove_ended_swarms,
-)
+from swarm_protocol.process.local_registry import LocalRegistry, addresses_of, is_loopback, remove_ended_swarms
 from swarm_server.core.config import ServerConfig
-from swarm_server.node.addresses import LOOPBACK, claimed, free_port, ip_address, lan_address, listening_host
-from swarm_server.reach.own_addresses import OwnAddresses
+from swarm_server.node.addresses import claimed, free_port, ip_address, lan_address, listening_host
+from swarm_server.reach.own_addresses import LOOPBACK, OwnAddresses
 from swarm_server.reach.reach import can_be_reached
 
 _LOCK_TIMEOUT_S = 90.0  # for servers that are joining, which wait in turn for peers that do not answer
@@ -71,7 +65,7 @@ class SwarmMembership:
         self._entry_fails = False
         self._num_failures = 0
         self._restarted_s = -inf
-        self._after_restart: Callable[[], Awaitable[None]] = _nothing
+        self._after_restart: Callable[[], Awaitable[None]] | None = None
         self._keep_entry(lambda: registry.write(dht.peer_id, self._registered()))
 
     def call_after_restart(self, action: Callable[[], Awaitable[None]]) -> None:
@@ -106,7 +100,8 @@ class SwarmMembership:
                 reason = str(error)
                 continue
             self._restarted_s = time.monotonic()
-            await self._after_restart()
+            if self._after_restart is not None:
+                await self._after_restart()
             addresses = await self.dht.addresses()
             if addresses != self._addresses:
                 _logger.warning("others reach this server's libp2p daemon at %s from now on", addresses[0])
@@ -143,17 +138,9 @@ class SwarmMembership:
         registered = [
             entry.addresses[0]
             for entry in self._registry.servers()
-            if entry.addresses and _is_local(entry) == self._is_local
+            if entry.addresses and _is_local(entry.addresses) == _is_local(self._addresses)
         ]
-        return [
-            address
-            for address in (*self._config.initial_peers, *self._discovered(), *registered)
-            if not address.endswith(f"/{self.dht.peer_id}")
-        ]
-
-    @property
-    def _is_local(self) -> bool:
-        return all(map(is_loopback, self._addresses))
+        return [*self.members(), *(address for address in registered if not address.endswith(self.dht.peer_id))]
 
     def _keep_entry(self, action: Callable[[], None]) -> None:
         try:
@@ -183,6 +170,9 @@ async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStac
         cleanup.enter_context(claimed(host, port))
 
         async def join_through(initial_peers: Sequence[str], are_alive: Callable[[], bool] = lambda: False) -> Dht:
+            async def is_reachable(p2p: P2P) -> bool:
+                return config.relay == "auto" and await can_be_reached(p2p, initial_peers, announce_host)
+
             return await Dht.join(
                 config.swarm,
                 initial_peers,
@@ -192,7 +182,7 @@ async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStac
                 announce_host=announce_host,
                 are_alive=are_alive,
                 access=access.control,
-                is_reachable=_reachability(config.relay, initial_peers, announce_host),
+                is_reachable=None if config.relay == "never" else is_reachable,
             )
 
         dht = await _join_any(config, given, registry, join_through)
@@ -204,23 +194,6 @@ async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStac
         if advertise is not None and not await advertise(addresses):
             _logger.warning("nobody can discover this server: %s is no address of a local network", addresses[0])
     return membership
-
-
-def _reachability(
-    relay: str, initial_peers: Sequence[str], announced_host: str | None
-) -> Callable[[P2P], Awaitable[bool]] | None:
-    """Return a check whether others reach the libp2p daemon, or None if it counts as reachable."""
-    if relay == "never":
-        return None
-
-    async def ask(p2p: P2P) -> bool:
-        return relay == "auto" and await can_be_reached(p2p, initial_peers, announced_host)
-
-    return ask
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _discover(config: ServerConfig, cleanup: AsyncExitStack) -> LanDiscovery:
@@ -250,27 +223,17 @@ def _host(config: ServerConfig, initial_peers: Sequence[str], registered: Sequen
 async def _join_any(
     config: ServerConfig, given: Sequence[str], registry: LocalRegistry, join_through: Callable[..., Awaitable[Dht]]
 ) -> Dht:
-    """Join through the given peers; without initial peers, through discovered ones or servers of this machine."""
-    if config.initial_peers:
-        return await join_through(given)
-    return await _join_discovered(given, join_through) or await _join_registered(config, registry, join_through)
+    """Join through the given peers, or through a server of this machine if discovered peers do not answer.
 
-
-async def _join_discovered(found: Sequence[str], join_through: Callable[..., Awaitable[Dht]]) -> Dht | None:
-    """Join through discovered peers. Return None if none answers: a false discovery must not prevent other ways."""
-    try:
-        return await join_through(found) if found else None
-    except JoinRefused:
-        raise
-    except NoSwarm as error:
-        _logger.warning("found on the local network, but %s", error)
-        return None
-
-
-async def _join_registered(
-    config: ServerConfig, registry: LocalRegistry, join_through: Callable[..., Awaitable[Dht]]
-) -> Dht:
-    """Join through a server of this machine; found the swarm if there is none, or none that answers in time."""
+    Found the swarm if there is no such server, or none that answers in time.
+    """
+    if given:
+        try:
+            return await join_through(given)
+        except NoSwarm as error:
+            if config.initial_peers or isinstance(error, JoinRefused):
+                raise
+            _logger.warning("found on the local network, but %s", error)
     servers = registry.servers()
     reached = [server for server in servers if server.addresses]
     if reached:
@@ -295,5 +258,5 @@ async def _join_registered(
     return await join_through([])
 
 
-def _is_local(entry: RegistryEntry) -> bool:
-    return all(map(is_loopback, entry.addresses))
+def _is_local(addresses: Sequence[str]) -> bool:
+    return all(map(is_loopback, addresses))

@@ -72,6 +72,10 @@ class PeerMonitor:
         """Return all servers of the model, whether they answer or not."""
         return await self._dht.view(self._checkpoint.name, self._checkpoint.family.num_blocks)
 
+    async def relays(self) -> list[str]:
+        """Return the addresses at which servers of the model relay for others; an address is empty if one does not."""
+        return [server.relay_address for server in (await self.servers()).servers]
+
     async def view(self, own: ServerRecord | None = None) -> SwarmView:
         """Return the living servers of the same revision; ``own`` is this server's published record, if any."""
         view = await self.servers()

@@ -91,10 +91,10 @@ class RecordPublisher:
 
     def record(self) -> ServerRecord:
         """Return the record as it is at this moment."""
-        record = replace(self._measured(), work=self._counters.work(), weights=self.offering.digest)
-        if self._reach is None:
-            return record
-        return replace(record, addresses=self._reach.addresses, relay_address=self._reach.relay_address)
+        reach, work, weights = self._reach, self._counters.work(), self.offering.digest
+        return replace(
+            self._measured(), work=work, weights=weights, addresses=reach.addresses, relay_address=reach.relay_address
+        )
 
     def _measured(self) -> ServerRecord:
         state = self._state

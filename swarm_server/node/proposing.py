@@ -9,6 +9,7 @@ from math import inf
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.kernels.library import kernel
+from swarm_protocol.dht.lan_discovery import LOCAL_NETWORKS
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.net.ip_networks import parse_host
@@ -20,10 +21,7 @@ from swarm_server.node.hosting import can_have_followers
 NEAR_S = 1e-3  # the longest round-trip time between members that are proposed
 _WORTH_PROPOSING = 1.1  # times one session's speed: less is not worth a restart
 _BYTES = 4  # of a number that members exchange
-_NETWORKS = [
-    ipaddress.ip_network(text)
-    for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "fc00::/7", "fe80::/10")
-]
+_NETWORKS = [*LOCAL_NETWORKS, ipaddress.ip_network("fe80::/10")]
 
 
 @dataclass(frozen=True)

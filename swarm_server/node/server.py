@@ -29,7 +29,7 @@ from swarm_protocol.process.invocation import typed
 from swarm_protocol.process.local_registry import DEFAULT_SWARM, RENEW_S
 from swarm_protocol.process.logs import log_event, writes_json
 from swarm_protocol.process.routine import end_tasks, repeat
-from swarm_protocol.span import Span
+from swarm_protocol.rpc.serving import bound_server
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.telemetry.exporting import start
 from swarm_protocol.tunnel.dialing import Dialer
@@ -49,7 +49,6 @@ from swarm_server.metrics.live_line import LiveLine, has_live_line, keep_live_li
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
-from swarm_server.node.addresses import bind
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from swarm_server.node.joining import SwarmMembership, join
 from swarm_server.node.moving import PeerMonitor, SpanMover, num_hosted
@@ -111,7 +110,8 @@ class Server:
             network_probe = NetworkProbe(starting.channels)
             blocklist = Blocklist()
             monitor = PeerMonitor(joined, network_probe, blocklist)
-            loading = joined.load(starting.span or await _chosen_span(starting, monitor))
+            span = starting.span or await monitor.choose_span(await asyncio.to_thread(num_hosted, starting))
+            loading = joined.load(span)
             presence = RecordPublisher(joined, network_probe, loading)
             if metrics is not None:
                 metrics.show_state(presence.record, lambda: presence.sessions)
@@ -121,7 +121,7 @@ class Server:
             cleanup.callback(losing_group.cancel)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
-            reaching = asyncio.ensure_future(_reach(joined, monitor).keep(presence.publish))
+            reaching = asyncio.ensure_future(joined.reach.keep(presence.publish, monitor.relays))
             cleanup.callback(reaching.cancel)
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
             cleanup.callback(keeping.cancel)
@@ -136,7 +136,7 @@ class Server:
                 lambda: presence.record().to_proto(),
                 idle_timeout_s,
                 arrivals,
-                CallerChecks(starting.access.control, _reach(joined, monitor).origins),
+                CallerChecks(starting.access.control, joined.reach.origins),
                 signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
                 judge=judge,
                 offering=presence.offering,
@@ -264,7 +264,7 @@ async def _join(starting: Starting, membership: SwarmMembership | None, cleanup:
     membership = membership or await join(config, starting.access, cleanup)
     certificate = Certificate.generate()
     own = membership.own_addresses()
-    grpc_server, port = bind(own.grpc_host, config.port, certificate)
+    grpc_server, port = bound_server(certificate, own.grpc_host, config.port)
     own.use_port(port)
     cleanup.push_async_callback(grpc_server.stop, _GRACE_S)
     starting.streams.use(lambda: membership.dht.p2p)
@@ -272,22 +272,7 @@ async def _join(starting: Starting, membership: SwarmMembership | None, cleanup:
     cleanup.push_async_callback(reach.close)
     membership.call_after_restart(reach.attach)
     await reach.start()
-    return Joined(starting, membership, grpc_server, own.direct()[0], certificate.fingerprint, reach)
-
-
-async def _chosen_span(starting: Starting, monitor: PeerMonitor) -> Span:
-    return await monitor.choose_span(await asyncio.to_thread(num_hosted, starting))  # which may wait for a group
-
-
-def _reach(joined: Joined, monitor: PeerMonitor) -> Reach:
-    """Return the server's ``Reach``, which from now on also finds relays among the servers of the model."""
-
-    async def offered() -> list[str]:
-        return [server.relay_address for server in (await monitor.servers()).servers]
-
-    assert joined.reach is not None, "a server that has joined has one"
-    joined.reach.find_relays_among(offered)
-    return joined.reach
+    return Joined(starting, membership, grpc_server, certificate.fingerprint, reach)
 
 
 def _judge(joined: Joined, presence: RecordPublisher, blocklist: Blocklist) -> AnswerJudge:
@@ -309,11 +294,6 @@ def _model_flag(asked: str, served: str) -> str:
     return "" if asked == ServerConfig.model else f" --model {shlex.quote(asked)}"
 
 
-def _same_swarm(config: ServerConfig, served: str) -> str:
-    """Return the flags by which other commands select the same model and swarm."""
-    return _model_flag(config.model, served) + ("" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}")
-
-
 async def _propose_group(joined: Joined, own: ServerRecord, monitor: PeerMonitor, probe: NetworkProbe) -> None:
     """Log a proposal if near servers of the swarm would be faster as a group with this one."""
     with logged_errors(_logger, "whether a group would be faster could not be found out"):
@@ -331,7 +311,8 @@ async def _propose_group(joined: Joined, own: ServerRecord, monitor: PeerMonitor
 async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: int) -> None:
     config, membership = joined.starting.config, joined.membership
     peer = (await membership.dht.addresses())[0]
-    same = _same_swarm(config, record.model)
+    same = _model_flag(config.model, record.model)  # and the flags by which other commands select the same swarm
+    same += "" if config.swarm == DEFAULT_SWARM else f" --swarm {config.swarm}"
     fields = {"model": record.model, "blocks": str(record.span), "quant": record.quant}
     if len(joined.starting.devices) > 1:
         fields["devices"] = ",".join(map(str, joined.starting.devices))

@@ -52,18 +52,13 @@ class Starting:
 
 @dataclass(frozen=True)
 class Joined:
-    """The state in which the server has a DHT node and a port, but has not announced yet which blocks it will host.
-
-    Attributes:
-        address: the address of ``grpc_server``, which is not started yet; later changes of it are in ``reach``.
-    """
+    """The state in which the server has a DHT node and a port, but has not announced yet which blocks it will host."""
 
     starting: Starting
     membership: SwarmMembership
     grpc_server: grpc.aio.Server
-    address: str
     tls_fingerprint: bytes
-    reach: Reach | None = None
+    reach: Reach
 
     def load(self, span: Span) -> Loading:
         config, checkpoint = self.starting.config, self.starting.checkpoint
@@ -71,7 +66,7 @@ class Joined:
             codecs=ANNOUNCED,
             joins=True,
             peer_id=self.membership.dht.peer_id,
-            addresses=(self.address,),
+            addresses=self.reach.addresses,
             model=checkpoint.name,
             revision=checkpoint.revision,
             num_blocks=checkpoint.family.num_blocks,

@@ -145,7 +145,8 @@ def _helpful_moves(layout: Coverage, now: Balance) -> tuple[_Steps, Coverage, Ba
         return None
     throughputs, bottlenecks = layout.balances_with([[_change(layout, *step)] for step in candidates])
     steps = _best_of_each(candidates, throughputs, bottlenecks.sum(1))
-    sizes = [size for size in (2**power for power in range(20)) if size <= min(len(steps), _num_together(layout))]
+    most = min(len(steps), max(1, min(_MAX_TOGETHER, len(layout.peer_ids) // 50)))
+    sizes = [size for size in (2**power for power in range(20)) if size <= most]
     found = None
     for size in sizes:
         after = layout.moved(steps[:size])
@@ -166,10 +167,6 @@ def _helpful_pair(layout: Coverage, now: Balance, candidates: _Steps) -> tuple[_
     after = layout.moved(steps)
     balance = after.balance()
     return (steps, after, balance) if balance.is_better_than(now) else None
-
-
-def _num_together(layout: Coverage) -> int:
-    return max(1, min(_MAX_TOGETHER, len(layout.peer_ids) // 50))
 
 
 def _candidates(layout: Coverage, bottleneck: np.ndarray) -> _Steps:

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _FEW_SHARES = 8  # shares that are kept without a look whether they can be forgotten
@@ -131,10 +131,7 @@ class FairQueue(Generic[T]):
 
     def clear(self) -> list[T]:
         """Take out and return all work."""
-        everything: list[Any] = []
-        while (work := self.pop()) is not None:
-            everything.append(work)
-        return everything
+        return list(iter(self.pop, None))
 
     def _sort(self) -> None:
         """Put new work into the shares of its names. Nothing has been taken out since it came."""

@@ -12,7 +12,7 @@ from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import is_loopback
 
 ANY_HOSTS = ("0.0.0.0", "::")
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9  # any port will do, because nothing is sent
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # documentation addresses: routed like any outside address
 
@@ -30,21 +30,14 @@ def outside_addresses() -> list[str]:
     """Return the addresses of the interfaces that lead outside, by IPv4 and IPv6; the list may be empty."""
     found = []
     for host in _OUTSIDE:
-        try:
+        with suppress(OSError):
             found.append(source_address(host))
-        except OSError:
-            continue
     return found
 
 
 def every_host() -> str:
     """Return the wildcard host, to listen on all present and future addresses: of both families if possible."""
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::", 0))
-    except OSError:
-        return ANY_HOSTS[0]
-    return ANY_HOSTS[1]
+    return "::" if is_own("::") else "0.0.0.0"
 
 
 class OwnAddresses:
@@ -100,7 +93,7 @@ class OwnAddresses:
             for other in outside_addresses():
                 if self.grpc_host == "::" or ":" not in other:
                     hosts.setdefault(":" in other, other)
-        return list(hosts.values()) or [_LOOPBACK]
+        return list(hosts.values()) or [LOOPBACK]
 
     def moved(self) -> str | None:
         """Return the address that now leads to the swarm if the present one no longer does, else None.

@@ -26,7 +26,7 @@ from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import RelayReservation, reserve
 from swarm_server.core.config import ServerConfig
 from swarm_server.reach.choosing import WANTED, best, candidates, is_unreachable, serves_others
-from swarm_server.reach.own_addresses import ANY_HOSTS, OwnAddresses
+from swarm_server.reach.own_addresses import ANY_HOSTS, LOOPBACK, OwnAddresses
 
 _LOOK_S = 5.0  # between two checks of the own address and of missing relays
 _ASK_EVERY_S = 60.0  # between two questions whether others reach this server
@@ -67,7 +67,6 @@ class Reach:
         self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
         self._wants_relays = not self.is_reachable  # some members do not reach it
-        self._offered: Callable[[], Awaitable[Iterable[str]]] = _nobody
         self.origins: dict[tuple[str, int], str] = {}
         limits = RelayLimits(config.relay_bytes_per_s)
         self.relay = Relay(streams, limits, access.control, lambda: self.is_reachable)
@@ -87,13 +86,13 @@ class Reach:
 
     async def start(self) -> None:
         """Accept tunnels, and look for relays if they are already known to be needed."""
-        host = "127.0.0.1" if self._own.grpc_host in ANY_HOSTS else self._own.grpc_host
+        host = LOOPBACK if self._own.grpc_host in ANY_HOSTS else self._own.grpc_host
         await Acceptor(self._streams, host, self._own.port, self._seen_by, self.origins).start()
         await self.relay.start()
         await serve_dial_back(self._streams)
         await self._find_own()
         if self._wants_relays:
-            await self._find_relays()
+            await self._find_relays(())
 
     async def attach(self) -> None:
         """Attach to a libp2p daemon that was started again."""
@@ -101,28 +100,29 @@ class Reach:
         self._attached.set()
         self._wake.set()
 
-    async def keep(self, publish: Callable[[], Awaitable[object]]) -> None:
-        """Keep the server reachable for ever; call ``publish`` whenever the addresses have changed."""
+    async def keep(
+        self, publish: Callable[[], Awaitable[object]], offered: Callable[[], Awaitable[Iterable[str]]]
+    ) -> None:
+        """Keep the server reachable for ever; call ``publish`` whenever the addresses have changed.
+
+        ``offered`` returns addresses of relays, which are used besides other members.
+        """
         while True:
             before = self.addresses, self.relay_address
             try:
-                await self._look()
+                await self._look(offered)
             except _NO_DAEMON as error:
                 _logger.info("looking how others reach this server: %s", error)
             if (self.addresses, self.relay_address) != before:
                 await publish()
             await self._pause()
 
-    def find_relays_among(self, offered: Callable[[], Awaitable[Iterable[str]]]) -> None:
-        """Use the relays at the addresses that ``offered`` returns, besides those of other members."""
-        self._offered = offered
-
     async def close(self) -> None:
         for held in self._reservations.values():
             held.close()
         self._reservations.clear()
 
-    async def _look(self) -> None:
+    async def _look(self, offered: Callable[[], Awaitable[Iterable[str]]]) -> None:
         if (host := await asyncio.to_thread(self._own.moved)) is not None:  # this call looks names up
             _logger.warning("the address of this machine is %s now, it was %s", host, self._own.host)
             self._own.move(host)
@@ -138,7 +138,7 @@ class Reach:
         if not self._wants_relays:
             await self.close()
         elif len(self._reservations) < WANTED:
-            await self._find_relays()
+            await self._find_relays(await offered())
 
     def _seen_by(self, relay_id: str) -> str | None:
         held = self._reservations.get(relay_id)
@@ -171,10 +171,9 @@ class Reach:
                 ", ".join(direct),
             )
 
-    async def _find_relays(self) -> None:
-        offered = [address for address in await self._offered() if address]
+    async def _find_relays(self, offered: Iterable[str]) -> None:
         members = [*self._members(), *await self._dht.peers()]
-        asked = candidates(offered, members, self._dht.peer_id, self._reservations, self._failed)
+        asked = candidates(filter(None, offered), members, self._dht.peer_id, self._reservations, self._failed)
         found = [held for held in await asyncio.gather(*map(self._reserve, asked)) if held is not None]
         kept = best({held.relay_id: held.rtt_s for held in found}, WANTED - len(self._reservations))
         for held in found:
@@ -248,7 +247,3 @@ def _host_port(peer: str) -> str:
     """Return the host and port of a multiaddr such as /ip4/192.0.2.1/tcp/31330."""
     _, _, host, _, port, *_ = peer.split("/")
     return host_port(host, int(port))
-
-
-async def _nobody() -> Iterable[str]:
-    return ()

@@ -20,6 +20,7 @@ from swarm_protocol.net.shares import Caller, address_of
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.telemetry.tracing import tracing
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.bundling import Outbox
@@ -243,9 +244,7 @@ class BlocksService(BlocksServicer):
                 await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             reading.result()
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.wait(waiting)  # nobody reads the stream any more
+            await end_tasks(waiting)  # nobody reads the stream any more
 
     async def PutAdapter(self, requests: AsyncIterator[pb.PutAdapterRequest], context: _Context) -> pb.PutAdapterReply:
         client = self._callers.admit(context)

@@ -140,7 +140,8 @@ class Life:
             Counters(),
         )
         self.counters = starting.counters
-        self.joined = Joined(starting, self.membership, None, "127.0.0.1:1", b"")
+        reach = SimpleNamespace(addresses=("127.0.0.1:1",), relay_address="")
+        self.joined = Joined(starting, self.membership, None, b"", reach)
         self.monitor = PeerMonitor(self.joined, FakeProbe(), Blocklist())
         self.loading = self.joined.load(HERE)
         self.presence = RecordPublisher(self.joined, FakeProbe(), self.loading)

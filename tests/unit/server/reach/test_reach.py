@@ -42,13 +42,16 @@ def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pyte
         assert others_go_on.wait(10.0), "the event loop waits for the look-up"
         return OWN
 
+    async def nobody() -> list[str]:
+        return []
+
     async def look() -> None:
         streams: Any = None
         dht: Any = FakeDht()
         own = OwnAddresses(OWN, None, True, [NAMED])
         reach = Reach(ServerConfig(model="none"), SwarmAccess(identity(0)), dht, streams, own, list)
         asyncio.get_running_loop().call_soon(others_go_on.set)
-        await reach._look()
+        await reach._look(nobody)
 
     monkeypatch.setattr(own_addresses, "source_address", source_address)
     asyncio.run(look())
