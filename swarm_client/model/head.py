@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarm_models.kernels.int8_linear import Int8Linear, fastest, quantize_rows
+from swarm_models.kernels.int8_linear import fastest, quantize_rows
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 
 
-class Int8Head(Int8Linear):
+class Int8Head(QuantizedLinear):
     """A frozen output head, rounded to int8 from the weight that the model had at that time.
 
     ``tied`` says whether the input embedding shared that weight. The embedding itself is not rounded.

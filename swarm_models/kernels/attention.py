@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_models.kernels.library import declare, instruction_sets, kernel
+from swarm_models.kernels.library import CompiledFunctions, declare, kernel
 
 _ROWS: list[type] = [c_void_p, c_void_p, c_long, c_void_p, c_void_p]
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -77,24 +77,14 @@ def channel_table(data: Sequence[torch.Tensor]) -> Numbers:
     return Numbers(table)
 
 
-class AttentionKernel:
-    """The compiled functions, and the instruction set to use.
-
-    Attributes:
-        names: instruction sets that run here, best first.
-        name, isa: the instruction set in use, and its number.
-    """
+class AttentionKernel(CompiledFunctions):
+    """The functions that store keys and values, and attend to them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Bind the functions; raise AttributeError if the library was compiled without attention."""
         declare(library, _SIGNATURES)
+        super().__init__(library.swarm_attention_isa_name, library.swarm_attention_isa_runs_here)
         self._store, self._attend = library.swarm_store, library.swarm_attend
-        self._numbers = instruction_sets(library.swarm_attention_isa_name, library.swarm_attention_isa_runs_here)
-        self.names = list(self._numbers)
-        self.choose(self.names[0])
-
-    def choose(self, name: str) -> None:
-        self.name, self.isa = name, self._numbers[name]
 
     def store(
         self, rows: PagedRows, channels: tuple[Numbers, Numbers], keys: torch.Tensor, values: torch.Tensor

@@ -1,4 +1,4 @@
-"""An int4 linear layer on CPU: half a byte per weight, and two bytes per group of 32 inputs; fp32 in and out.
+"""Int4 weights on CPU: half a byte per weight, and two bytes per group of 32 inputs; fp32 in and out.
 
 ``KernelInt4Weight`` uses the C++ kernel. ``PlainInt4Weight`` uses torch alone, and is slow. Their results are equal
 bit for bit.
@@ -7,18 +7,14 @@ bit for bit.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Iterator
 
 import torch
 
-from swarm_models.kernels.huge_pages import in_huge_pages
-from swarm_models.kernels.int8_linear import TILE, TINY, joined
-from swarm_models.kernels.kernel_weight import STRIP
-from swarm_models.kernels.library import kernel
-from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
-
-L = TypeVar("L", bound="Int4Linear")
+from swarm_models.kernels.int8_linear import TILE, TINY
+from swarm_models.kernels.kernel_weight import STRIP, PackedWeight
+from swarm_models.kernels.library import Kernel
+from swarm_models.kernels.quantized_linear import QuantizedWeight
 
 GROUP = 32  # inputs that share a scale and a zero point
 GROUP_BYTES = STRIP * (2 + GROUP // 2)  # for the 64 outputs that are packed together
@@ -72,20 +68,11 @@ def scales_and_zeros(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Int4Weight(QuantizedWeight):
-    """One frozen weight [out, in] in int4 with a scale and a zero point per output channel and group of 32 inputs.
+    """One frozen weight [out, in] as ``quantize_groups`` returns it.
 
     An activation is ``unit * n``, with a unit per row and n an integer of 14 bits. The product with a group is exact in
     integers. Scaled products are added in fp32 in the order of the inputs: no bit of a row depends on the other rows.
     """
-
-    @abstractmethod
-    def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
-        """Take the result of ``quantize_groups``."""
-
-    @classmethod
-    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """Create a weight of this shape from ``quantize_groups`` results for its tiles, each of whole 64-row strips."""
-        return cls(*joined(tiles))
 
     @abstractmethod
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -104,65 +91,19 @@ class Int4Weight(QuantizedWeight):
         return weight
 
 
-class KernelInt4Weight(Int4Weight):
-    """A weight in the kernel's layout: strips of 64 outputs, each in groups of 32 inputs.
+class KernelInt4Weight(PackedWeight, Int4Weight):
+    """A weight in the kernel's layout: strips of 64 outputs, each in groups of 32 inputs."""
 
-    Attributes:
-        parts: the contiguous tensors that hold the whole weight: another weight with the same bytes is equal.
-    """
-
-    FORMAT: ClassVar[str] = "int4-groups32-strips64-1"  # identifies the layout and the rounding of ``parts``
-
-    def __init__(self, q: torch.Tensor, groups: torch.Tensor) -> None:
-        self._place(q.shape)
-        self._library.pack4(q.contiguous(), groups.contiguous(), self._packed)
-
-    @classmethod
-    def empty(cls, shape: Sequence[int]) -> Self:
-        """Create a weight whose ``parts`` are still to be filled."""
-        weight = cls.__new__(cls)
-        weight._place(torch.Size(shape))
-        return weight
-
-    @classmethod
-    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """Pack each tile at its place, which works because tiles consist of whole strips."""
-        weight, start = cls.empty(shape), 0
-        for q, groups in tiles:
-            weight._library.pack4(q.contiguous(), groups.contiguous(), weight._packed[packed4_bytes(start, shape[1]) :])
-            start += len(q)
-        return weight
-
-    def part(self, rows: slice) -> Self:
-        """Return a weight with these rows alone, copied. The first must begin a strip."""
-        part = self.empty((rows.stop - rows.start, self.shape[1]))
-        start = packed4_bytes(rows.start, self.shape[1])
-        part._packed.copy_(self._packed[start : start + len(part._packed)])
-        return part
-
-    def _place(self, shape: torch.Size) -> None:
-        library = kernel()
-        assert library is not None, "is_available() has not been asked"
-        self._library = library
-        self.shape = shape
-        self._packed = in_huge_pages(packed4_bytes(*shape))
-        self.parts: tuple[torch.Tensor, ...] = (self._packed,)
-        self.address = self._packed.data_ptr()
-        self.size_bytes = self._packed.nbytes
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return kernel() is not None
-
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return self.matmul_shared(x, (self,))[0]
+    FORMAT = "int4-groups32-strips64-1"
+    _multiply = staticmethod(Kernel.matmul4)
+    address: int
 
     @staticmethod
-    def matmul_shared(x: torch.Tensor, weights: Sequence[KernelInt4Weight]) -> list[torch.Tensor]:
-        """Return the product with each weight; the digits of x are computed once."""
-        ys = [torch.empty(len(x), weight.shape[0], dtype=torch.float32) for weight in weights]
-        weights[0]._library.matmul4(x.contiguous(), [weight.address for weight in weights], ys)
-        return ys
+    def packed_bytes(num_channels: int, width: int) -> int:
+        return -(-num_channels // STRIP) * -(-width // GROUP) * GROUP_BYTES
+
+    def _fill(self, q: torch.Tensor, scales: torch.Tensor, start: int = 0) -> None:
+        self._library.pack4(q.contiguous(), scales.contiguous(), self._packed[self.packed_bytes(start, q.shape[1]) :])
 
     def tiles(self) -> Iterator[tuple[slice, torch.Tensor]]:
         num_channels, width = self.shape
@@ -227,24 +168,6 @@ def _in_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(finite, units, torch.nan), integers
 
 
-def packed4_bytes(num_channels: int, width: int) -> int:
-    return -(-num_channels // STRIP) * -(-width // GROUP) * GROUP_BYTES
-
-
 def fastest() -> type[Int4Weight]:
     """Return the fastest implementation on this machine."""
     return KernelInt4Weight if KernelInt4Weight.is_available() else PlainInt4Weight
-
-
-class Int4Linear(QuantizedLinear):
-    """A frozen linear layer over an ``Int4Weight``."""
-
-    @classmethod
-    def from_float(
-        cls: type[L],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        implementation: type[Int4Weight] | None = None,
-    ) -> L:
-        """Quantise weight [out, in]; ``implementation`` defaults to the fastest on this machine."""
-        return cls((implementation or fastest())(*quantize_groups(weight.detach())), bias)

@@ -1,6 +1,6 @@
-"""An int8 linear layer on CPU: one byte per weight, fp32 in and out, fp32 accuracy except for the rounded weight.
+"""Int8 weights on CPU: one byte per weight, fp32 in and out, fp32 accuracy except for the rounded weight.
 
-``Int8Linear`` can use three implementations of ``Int8Weight``. ``KernelWeight``, in ``swarm_models/kernels``, is the
+There are three implementations of ``Int8Weight``. ``KernelWeight``, in ``swarm_models/kernels``, is the
 fastest where it was compiled and the processor has instructions for byte products. ``FbgemmWeight`` comes next, but
 PyTorch has announced that it will drop the quantised dtypes which fbgemm's operators need
 (https://github.com/pytorch/pytorch/issues/184982). ``PlainWeight`` needs only plain int8 tensors.
@@ -11,14 +11,11 @@ from __future__ import annotations
 import functools
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Self, TypeVar
+from collections.abc import Iterator
 
 import torch
 
-from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
-
-L = TypeVar("L", bound="Int8Linear")
+from swarm_models.kernels.quantized_linear import QuantizedWeight
 
 TILE = 256  # rows of a weight, or of the input, expanded to fp32 at a time
 TOP = 127  # the largest integer, and minus the smallest: the sum of two byte products must fit in 16 bits
@@ -45,14 +42,8 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q, scale
 
 
-def joined(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Concatenate the quantisation results of a weight's tiles of rows into the result for the whole weight."""
-    first, second = zip(*tiles, strict=True)
-    return torch.cat(first), torch.cat(second)
-
-
 class Int8Weight(QuantizedWeight):
-    """One frozen weight [out, in] in int8 with an fp32 scale per output channel."""
+    """One frozen weight [out, in] in int8 with an fp32 scale per output channel, as ``quantize_rows`` returns it."""
 
     transpose_bytes: int = 0  # memory that ``keep_transpose`` takes; 0: gradients are fast without it
 
@@ -60,15 +51,6 @@ class Int8Weight(QuantizedWeight):
     @abstractmethod
     def is_available(cls) -> bool:
         """Return whether this implementation runs with this torch on this machine."""
-
-    @abstractmethod
-    def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
-        """Take q: [out, in] int8 and scale: [out] fp32."""
-
-    @classmethod
-    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
-        """Create a weight of this shape from ``quantize_rows`` results for its tiles, each of whole 64-row strips."""
-        return cls(*joined(tiles))
 
     def keep_transpose(self, wanted: bool) -> None:
         """Set whether ``matmul_grad`` keeps a copy of the weight, to be faster from its second call; thread-safe."""
@@ -228,34 +210,3 @@ def fastest() -> type[Int8Weight]:
     if KernelWeight.is_fastest():
         return KernelWeight
     return FbgemmWeight if FbgemmWeight.is_available() else PlainWeight
-
-
-class Int8Linear(QuantizedLinear):
-    """A frozen linear layer over an ``Int8Weight``."""
-
-    quantized: Int8Weight
-
-    @property
-    def int8(self) -> Int8Weight:
-        return self.quantized
-
-    @classmethod
-    def from_float(
-        cls: type[L],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        implementation: type[Int8Weight] | None = None,
-    ) -> L:
-        """Quantise weight [out, in]; ``implementation`` defaults to the fastest on this machine."""
-        return cls.from_int8(*quantize_rows(weight.detach()), bias, implementation)
-
-    @classmethod
-    def from_int8(
-        cls: type[L],
-        q: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        implementation: type[Int8Weight] | None = None,
-    ) -> L:
-        """Create a layer from the result of ``quantize_rows``."""
-        return cls((implementation or fastest())(q, scale), bias)

@@ -44,18 +44,32 @@ def declare(library: ctypes.CDLL, signatures: Mapping[str, tuple[type | None, li
         function.restype, function.argtypes = result, arguments
 
 
-def instruction_sets(name_of: Callable[[int], bytes | None], runs_here: Callable[[int], int]) -> dict[str, int]:
-    """Return the numbers of the instruction sets that run here, by name, best first."""
-    names = takewhile(lambda name: name is not None, map(name_of, count()))
-    return {name.decode(): number for number, name in enumerate(names) if name is not None and runs_here(number)}
-
-
-class Kernel:
-    """The compiled functions, and the instruction set to use.
+class CompiledFunctions:
+    """Compiled functions, and the instruction set to use.
 
     Attributes:
         names: instruction sets that run here, best first.
-        isa: the number of the instruction set in use.
+        name, isa: the instruction set in use, and its number.
+    """
+
+    def __init__(self, name_of: Callable[[int], bytes | None], runs_here: Callable[[int], int]) -> None:
+        """Choose the best instruction set of those that the library names."""
+        names = takewhile(lambda name: name is not None, map(name_of, count()))
+        self._numbers = {name.decode(): number for number, name in enumerate(names) if name and runs_here(number)}
+        self.names = list(self._numbers)
+        self.choose(self.names[0])
+
+    def choose(self, name: str) -> None:
+        """Select an instruction set; raise ValueError if it does not run here."""
+        if name not in self._numbers:
+            raise ValueError(f"the kernel {name!r} does not run here: choose one of {', '.join(self.names)}")
+        self.name, self.isa = name, self._numbers[name]
+
+
+class Kernel(CompiledFunctions):
+    """The products of quantised weights.
+
+    Attributes:
         library: the loaded library with all compiled functions.
     """
 
@@ -63,20 +77,11 @@ class Kernel:
         """Load the library; raise OSError or AttributeError if it is no library, or of another version."""
         library = ctypes.CDLL(str(path))
         declare(library, _SIGNATURES)
+        super().__init__(library.swarm_isa_name, library.swarm_isa_runs_here)
         self._library = self.library = library
-        self._numbers = instruction_sets(library.swarm_isa_name, library.swarm_isa_runs_here)
-        self.isa = next(iter(self._numbers.values()))
         gomp_parallel = _gomp_parallel()
         if gomp_parallel is not None:
             library.swarm_use_openmp(gomp_parallel)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._numbers)
-
-    @property
-    def name(self) -> str:
-        return next(name for name, number in self._numbers.items() if number == self.isa)
 
     def pack(self, q: torch.Tensor, packed: torch.Tensor) -> None:
         """Pack q: [out, in] int8 -> packed: uint8, of ``packed_bytes``."""
@@ -140,12 +145,6 @@ class Kernel:
         )
         if failed:
             raise MemoryError(f"no memory for a product with {len(grad)} rows of {grad.shape[1]} gradients")
-
-    def choose(self, name: str) -> None:
-        """Select an instruction set; raise ValueError if it does not run here."""
-        if name not in self._numbers:
-            raise ValueError(f"the kernel {name!r} does not run here: choose one of {', '.join(self.names)}")
-        self.isa = self._numbers[name]
 
 
 @functools.cache

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch.autograd.function import once_differentiable
+
+
+def joined(tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Concatenate the quantisation results of a weight's tiles of rows into the result for the whole weight."""
+    first, second = zip(*tiles, strict=True)
+    return torch.cat(first), torch.cat(second)
 
 
 class QuantizedWeight(ABC):
@@ -21,6 +27,15 @@ class QuantizedWeight(ABC):
     shape: torch.Size
     size_bytes: int
     in_float32 = True
+
+    @abstractmethod
+    def __init__(self, q: torch.Tensor, scales: torch.Tensor) -> None:
+        """Take the result of quantising a weight: integers, [out, in], and their scales."""
+
+    @classmethod
+    def from_tiles(cls, shape: Sequence[int], tiles: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Self:
+        """Create a weight of this shape from the results for its tiles, each of whole 64-row strips."""
+        return cls(*joined(tiles))
 
     @abstractmethod
     def matmul(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_models.gpu.devices import ACCELERATORS
 from swarm_models.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
 from swarm_models.kernels import int4_linear, int8_linear
-from swarm_models.kernels.int4_linear import Int4Linear, Int4Weight, KernelInt4Weight, quantize_groups
-from swarm_models.kernels.int8_linear import Int8Linear, Int8Weight, joined, quantize_rows
+from swarm_models.kernels.int4_linear import Int4Weight, KernelInt4Weight, quantize_groups
+from swarm_models.kernels.int8_linear import Int8Weight, quantize_rows
 from swarm_models.kernels.kernel_weight import STRIP, KernelWeight
-from swarm_models.kernels.quantized_linear import QuantizedLinear
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight, joined
 from swarm_models.quantization import bnb
 from swarm_models.quantization.experts import ExpertLayout, QuantizedExperts, deciding_parts
 from swarm_models.quantization.report import Left, Report
@@ -68,7 +68,7 @@ def quantize_(
     Routers, norms and biases stay unchanged. Experts may be stored tensors (see ``take_out_experts``), which are read
     one at a time.
 
-    ``method``: "int8" is ``Int8Linear`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Linear``, on CPU alone;
+    ``method``: "int8" is ``Int8Weight`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Weight``, on CPU alone;
     "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), for
     comparison; "none" only moves.
     ``eight_bits`` names the layers of ``module`` that int4 holds in 8 bits.
@@ -146,7 +146,7 @@ def quantized_linear(
 
 def restored(method: str, weight: Packed, bias: torch.Tensor | None) -> tuple[torch.nn.Module, Report]:
     """Return the layer that ``quantize_`` made with this weight, and the report that it gave. bias: [out]."""
-    layer: Any = Int8Linear(weight, bias) if isinstance(weight, KernelWeight) else Int4Linear(weight, bias)
+    layer = QuantizedLinear(weight, bias)
     report = Report(
         method,
         num_linears=1,
@@ -183,12 +183,12 @@ class _Quantizer:
         the integers that ``method`` needs, these are taken unchanged. ``eight_bits`` turns int4 into int8, computed by
         the kernel if there is one, so that decode steps can be programs.
         """
-        if self.method == "int8" and self.device.type != "cpu":
-            return self._packed(self._int8_on_gpu(take_weight, bias, stored))
-        if self.method == "int8" or (self.method == "int4" and eight_bits):
-            return self._packed(self._int8_on_cpu(take_weight, bias, stored))
-        if self.method == "int4":
-            return self._packed(self._int4_on_cpu(take_weight, bias, stored))
+        if self.method in ("int8", "int4"):
+            on_gpu = self.device.type != "cpu"
+            quantized = (
+                self._int8_on_gpu(take_weight, stored) if on_gpu else self._on_cpu(take_weight, stored, eight_bits)
+            )
+            return self._counted(QuantizedLinear(quantized, bias), quantized.shape.numel(), quantized.size_bytes)
         weight = take_weight().to(self.compute_dtype)
         if self.method == "nf4":
             layer, size_bytes = bnb.nf4_linear(weight, bias, self.device, self.compute_dtype)
@@ -196,35 +196,27 @@ class _Quantizer:
             layer, size_bytes = bnb.int8_linear(weight, bias, self.device)
         return self._counted(layer, weight.numel(), size_bytes)
 
-    def _int8_on_cpu(
-        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
-    ) -> Int8Linear:
-        kernel_first = self.method == "int4" and KernelWeight.is_available()
-        int8 = self.int8_weight or (KernelWeight if kernel_first else int8_linear.fastest())
-        rounded = stored_int8(stored)
+    def _on_cpu(self, take_weight: _TakeWeight, stored: StoredTensor | None, eight_bits: bool) -> QuantizedWeight:
+        kind: type[Int8Weight | Int4Weight]
+        if self.method == "int8" or eight_bits:
+            kernel_first = self.method == "int4" and KernelWeight.is_available()
+            kind = self.int8_weight or (KernelWeight if kernel_first else int8_linear.fastest())
+            rounded, quantize = stored_int8(stored), quantize_rows
+        else:
+            kind = self.int4_weight or int4_linear.fastest()
+            rounded, quantize = stored_int4(stored), quantize_groups
         if rounded is not None:
-            return Int8Linear(int8(*rounded), bias)
+            return kind(*rounded)
         shape, tiles = self._tiles(take_weight, stored)
-        return Int8Linear(int8.from_tiles(shape, map(quantize_rows, tiles)), bias)
+        return kind.from_tiles(shape, map(quantize, tiles))
 
-    def _int4_on_cpu(
-        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
-    ) -> Int4Linear:
-        int4, rounded = self.int4_weight or int4_linear.fastest(), stored_int4(stored)
-        if rounded is not None:
-            return Int4Linear(int4(*rounded), bias)
-        shape, tiles = self._tiles(take_weight, stored)
-        return Int4Linear(int4.from_tiles(shape, map(quantize_groups, tiles)), bias)
-
-    def _int8_on_gpu(
-        self, take_weight: _TakeWeight, bias: torch.Tensor | None, stored: StoredTensor | None
-    ) -> QuantizedLinear:
+    def _int8_on_gpu(self, take_weight: _TakeWeight, stored: StoredTensor | None) -> QuantizedWeight:
         rounded = stored_int8(stored)
         if rounded is None:
             _, tiles = self._tiles(take_weight, stored)
             rounded = joined(quantize_rows(tile.to(self.device)) for tile in tiles)
         q, scale = (part.to(self.device) for part in rounded)
-        return QuantizedLinear(GpuInt8Weight(q, scale, few_rows_kernel(self.device, self.compute_dtype)), bias)
+        return GpuInt8Weight(q, scale, few_rows_kernel(self.device, self.compute_dtype))
 
     def _tiles(
         self, take_weight: _TakeWeight, stored: StoredTensor | None
@@ -245,9 +237,6 @@ class _Quantizer:
             quantised_bytes=self.size_bytes,
             left=tuple(_left(module, self.layers)),
         )
-
-    def _packed(self, layer: QuantizedLinear) -> torch.nn.Module:
-        return self._counted(layer, layer.quantized.shape.numel(), layer.quantized.size_bytes)
 
     def _counted(self, layer: Any, num_params: int, size_bytes: int) -> torch.nn.Module:
         layer.is_quantised = True

@@ -9,7 +9,8 @@ import torch
 from swarm_models.checkpoints.formats.groups import Integers, IntegerTensor
 from swarm_models.checkpoints.formats.packed import JoinedTensor
 from swarm_models.kernels.int4_linear import GROUP, LEVELS, groups_of
-from swarm_models.kernels.int8_linear import TOP, joined
+from swarm_models.kernels.int8_linear import TOP
+from swarm_models.kernels.quantized_linear import joined
 
 Rounded = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,12 +14,13 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import TypeVar
 
 import platformdirs
 import torch
 
 from swarm_models.checkpoints.safetensors_file import StoredTensor
+from swarm_models.kernels.kernel_weight import PackedWeight
 from swarm_protocol.atomic_file import ABANDONED_S, PARTIAL_SUFFIX, written_atomically
 
 _logger = logging.getLogger(__name__)
@@ -28,23 +29,6 @@ _MAX_HEADER_BYTES = 4096
 _PAGE_BYTES = 4096
 _SAMPLE_BYTES = 4096
 _FREE_SHARE = 0.1  # share of the disk that the cache leaves free
-
-
-class PackedWeight(Protocol):
-    """A weight that is made of bytes alone.
-
-    Attributes:
-        FORMAT: a name for the form of ``parts`` and for how they are computed; it changes whenever either changes.
-        parts: contiguous tensors, [...], whose bytes are the weight.
-    """
-
-    FORMAT: ClassVar[str]
-    shape: torch.Size
-    parts: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def empty(cls, shape: Sequence[int]) -> Self:
-        """Return a weight of this shape, [out, in], whose ``parts`` are still to be filled."""
 
 
 W = TypeVar("W", bound=PackedWeight)

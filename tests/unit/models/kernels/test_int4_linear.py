@@ -10,16 +10,15 @@ import torch
 
 from swarm_models.kernels.int4_linear import (
     GROUP,
-    Int4Linear,
     Int4Weight,
     KernelInt4Weight,
     PlainInt4Weight,
     fastest,
-    packed4_bytes,
     quantize_groups,
     scales_and_zeros,
 )
 from swarm_models.kernels.library import kernel
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from tests.unit.models.kernels.conftest import inputs, instructions, on
 
 NAMES = [] if (library := kernel()) is None else library.names
@@ -114,10 +113,10 @@ def test_packed_weights_of_whole_strips_can_be_joined():
     assert chosen is not None
     packed = []
     for q, groups in (parts := [weight_of(128, 100, 1), weight_of(64, 100, 2), weight_of(70, 100, 3)]):
-        packed.append(torch.empty(packed4_bytes(*q.shape), dtype=torch.uint8))
+        packed.append(torch.empty(KernelInt4Weight.packed_bytes(*q.shape), dtype=torch.uint8))
         chosen.pack4(q, groups, packed[-1])
     q, groups = (torch.cat(same) for same in zip(*parts, strict=True))
-    whole = torch.empty(packed4_bytes(*q.shape), dtype=torch.uint8)
+    whole = torch.empty(KernelInt4Weight.packed_bytes(*q.shape), dtype=torch.uint8)
     chosen.pack4(q, groups, whole)
     assert torch.equal(torch.cat(packed), whole)
 
@@ -142,9 +141,9 @@ def test_zeros_and_strided_weights_of_other_dtypes_are_kept():
     weight = torch.randn(40, 70).bfloat16()
     weight[3] = 0
     weight[5, 32:64] = 0
-    linear = Int4Linear.from_float(weight)
+    linear = QuantizedLinear(fastest()(*quantize_groups(weight)))
     assert (linear.weight[3] == 0).all() and (linear.weight[5, 32:64] == 0).all()
-    assert torch.equal(Int4Linear.from_float(weight.T.contiguous().T).weight, linear.weight)
+    assert torch.equal(fastest()(*quantize_groups(weight.T.contiguous().T)).dequantize(), linear.weight)
 
 
 @pytest.mark.parametrize("outliers", [False, True])
@@ -167,5 +166,5 @@ def test_the_kernel_is_used_where_there_is_one():
 
 
 def test_a_linear_names_its_weight(implementation):
-    linear = Int4Linear.from_float(torch.randn(30, 20), torch.randn(30), implementation)
+    linear = QuantizedLinear(implementation(*quantize_groups(torch.randn(30, 20))), torch.randn(30))
     assert linear.quantized.size_bytes > 0 and type(linear.quantized).__name__ in repr(linear)

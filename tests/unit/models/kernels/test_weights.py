@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from swarm_models.kernels.int4_linear import Int4Linear, KernelInt4Weight, PlainInt4Weight
-from swarm_models.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.int4_linear import KernelInt4Weight, PlainInt4Weight, quantize_groups
+from swarm_models.kernels.int8_linear import quantize_rows
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.library import kernel
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from tests.unit.models.kernels import test_int4_linear, test_kernel_weight
 from tests.unit.models.kernels.conftest import inputs, instructions, on
 
@@ -68,14 +69,14 @@ def test_tiny_and_huge_numbers_are_finite(weight_of):
 
 
 @pytest.mark.parametrize(
-    ("linear", "implementation"),
+    ("implementation", "quantize"),
     [
-        *([(Int8Linear, KernelWeight), (Int4Linear, KernelInt4Weight)] if NAMES else []),
-        (Int4Linear, PlainInt4Weight),
+        *([(KernelWeight, quantize_rows), (KernelInt4Weight, quantize_groups)] if NAMES else []),
+        (PlainInt4Weight, quantize_groups),
     ],
 )
-def test_linears_differentiate_through_it(linear, implementation):
-    linear = linear.from_float(torch.randn(30, 20), torch.randn(30), implementation)
+def test_linears_differentiate_through_it(implementation, quantize):
+    linear = QuantizedLinear(implementation(*quantize(torch.randn(30, 20))), torch.randn(30))
     x = torch.randn(2, 4, 20, requires_grad=True)
     linear(x).square().sum().backward()
     expected = 2 * (x.detach() @ linear.weight.T + linear.bias) @ linear.weight

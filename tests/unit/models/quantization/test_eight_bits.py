@@ -10,8 +10,9 @@ from transformers import AutoConfig
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
-from swarm_models.kernels.int4_linear import Int4Linear, KernelInt4Weight
-from swarm_models.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.int4_linear import Int4Weight, KernelInt4Weight
+from swarm_models.kernels.int8_linear import Int8Weight
+from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization import Report, quantize_
 from swarm_models.quantization.eight_bits import eight_bit_layers
@@ -86,7 +87,7 @@ def test_blocks_have_the_chosen_layers_in_8_bits_and_the_others_in_4(name: str, 
         for index in family.all_blocks:
             for path, layer in stack.original(index).named_modules():
                 if isinstance(layer, QuantizedLinear):
-                    assert type(layer) is (Int8Linear if path in chosen[index] else Int4Linear), path
+                    assert isinstance(layer.quantized, Int8Weight if path in chosen[index] else Int4Weight), path
                     if path in chosen[index]:
                         expected = eight.original(index).get_submodule(path).weight
                         assert torch.equal(layer.weight, expected)
@@ -106,5 +107,6 @@ def test_a_server_of_some_blocks_decides_as_one_of_all(tmp_path: Path) -> None:
 def test_decode_steps_of_both_kinds_are_programs(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path)
     stack, _ = load(tmp_path, "int4", WeightCache(0))
-    assert {Int8Linear, Int4Linear} <= {type(module) for module in stack.modules()}
+    kinds = {type(module.quantized) for module in stack.modules() if isinstance(module, QuantizedLinear)}
+    assert {KernelWeight, KernelInt4Weight} == kinds
     assert StepGraphs(stack, 16).refusal is None

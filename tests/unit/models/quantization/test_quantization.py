@@ -13,8 +13,9 @@ from transformers import AutoModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from swarm_models.kernels.int8_linear import FbgemmWeight, Int8Linear, PlainWeight
+from swarm_models.kernels.int8_linear import FbgemmWeight, Int8Weight, PlainWeight, fastest, quantize_rows
 from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization import METHODS, Left, Report, quantize_
 from swarm_models.quantization.experts import QuantizedExperts
 from tests.families import families
@@ -54,6 +55,12 @@ def activations(rows: int, width: int, outliers: float = 1.0) -> torch.Tensor:
 # -- int8 linears on CPU
 
 
+def linear_of(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
+) -> QuantizedLinear:
+    return QuantizedLinear((implementation or fastest())(*quantize_rows(weight.detach())), bias)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -62,7 +69,7 @@ def seeded():
 @NEEDS_KERNEL
 def test_the_kernel_is_used_where_it_is_fastest(monkeypatch):
     is_fastest = KernelWeight.is_fastest()
-    assert (type(Int8Linear.from_float(torch.randn(4, 4)).int8) is KernelWeight) == is_fastest
+    assert (type(linear_of(torch.randn(4, 4)).quantized) is KernelWeight) == is_fastest
 
 
 def test_fbgemm_is_used_where_torch_has_it(monkeypatch):
@@ -73,9 +80,9 @@ def test_fbgemm_is_used_where_torch_has_it(monkeypatch):
         and hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32")
     )
     assert FbgemmWeight.is_available() == has_it
-    assert type(Int8Linear.from_float(torch.randn(4, 4)).int8) is (FbgemmWeight if has_it else PlainWeight)
+    assert type(linear_of(torch.randn(4, 4)).quantized) is (FbgemmWeight if has_it else PlainWeight)
     monkeypatch.setattr(FbgemmWeight, "is_available", lambda: False)
-    assert type(Int8Linear.from_float(torch.randn(4, 4)).int8) is PlainWeight
+    assert type(linear_of(torch.randn(4, 4)).quantized) is PlainWeight
 
 
 @all_implementations
@@ -83,7 +90,7 @@ def test_fbgemm_is_used_where_torch_has_it(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 16, 300])
 def test_int8_is_accurate_with_outliers(implementation, outliers, rows):
     weight, x = torch.randn(256, 512) * 0.02, activations(rows, 512, outliers)
-    linear = Int8Linear.from_float(weight, implementation=implementation)
+    linear = linear_of(weight, implementation=implementation)
     assert error(linear(x), x @ weight.T) < 0.01
     # nothing but the rounding of the weight costs accuracy
     assert error(linear(x), x @ rounded(weight, 1).T) < 0.004
@@ -93,7 +100,7 @@ def test_int8_is_accurate_with_outliers(implementation, outliers, rows):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weight_is_rounded_to_the_nearest(implementation, shape):
     weight = torch.randn(shape)
-    linear = Int8Linear.from_float(weight.T.contiguous().T, implementation=implementation)
+    linear = linear_of(weight.T.contiguous().T, implementation=implementation)
     torch.testing.assert_close(linear.weight, rounded(weight, 1), rtol=1e-5, atol=1e-6)
     assert (linear.in_features, linear.out_features) == shape[::-1]
 
@@ -101,7 +108,7 @@ def test_weight_is_rounded_to_the_nearest(implementation, shape):
 @all_implementations
 def test_largest_digits_do_not_saturate(implementation):
     # each pair of products is as large as it can be: 16-bit partial sums would overflow first here
-    linear = Int8Linear.from_float(torch.full((8, 2048), 0.5), implementation=implementation)
+    linear = linear_of(torch.full((8, 2048), 0.5), implementation=implementation)
     x = torch.tensor([[3.0], [-3.0]]).expand(2, 2048)
     torch.testing.assert_close(linear(x), 1024 * x[:, :8], rtol=2**-8, atol=0)
 
@@ -113,7 +120,7 @@ def test_row_does_not_depend_on_its_batch(implementation, shape):
     if implementation is PlainWeight and shape[1] % PlainWeight.ALIGNMENT:
         pytest.skip("unaligned width")
     rows = 40 if implementation is FbgemmWeight else PlainWeight.FEW_ROWS
-    linear = Int8Linear.from_float(torch.randn(shape), torch.randn(shape[0]), implementation)
+    linear = linear_of(torch.randn(shape), torch.randn(shape[0]), implementation)
     x = activations(rows, shape[1], 60) * torch.logspace(-4, 4, rows)[:, None]
     together = linear(x)
     for start, stop in [*((row, row + 1) for row in range(rows)), (1, 4), (5, 12), (rows - 9, rows)]:
@@ -122,7 +129,7 @@ def test_row_does_not_depend_on_its_batch(implementation, shape):
 
 @NEEDS_FBGEMM
 def test_row_does_not_depend_on_where_a_large_batch_is_cut():
-    linear, x = Int8Linear.from_float(torch.randn(40, 64)), torch.randn(600, 64)
+    linear, x = linear_of(torch.randn(40, 64)), torch.randn(600, 64)
     assert torch.equal(linear(x)[250:270], linear(x[250:270]))
 
 
@@ -130,7 +137,7 @@ def test_row_does_not_depend_on_where_a_large_batch_is_cut():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [8, 24])
 def test_non_finite_rows_spoil_no_other_row(implementation, shape, rows):
-    linear = Int8Linear.from_float(torch.randn(shape), implementation=implementation)
+    linear = linear_of(torch.randn(shape), implementation=implementation)
     x = torch.randn(rows, shape[1])
     clean = linear(x)
     x[1, 0], x[3, -1], x[4] = torch.nan, torch.inf, -torch.inf
@@ -145,7 +152,7 @@ def test_non_finite_rows_spoil_no_other_row(implementation, shape, rows):
 def test_zeros_and_extremes(implementation):
     weight = torch.randn(32, 64)
     weight[3] = 0
-    linear = Int8Linear.from_float(weight, implementation=implementation)
+    linear = linear_of(weight, implementation=implementation)
     x = torch.randn(6, 64)
     x[1], x[2], x[3] = 0, x[2] * 1e-15, x[3] * 1e15
     result = linear(x)
@@ -161,7 +168,7 @@ def test_zeros_and_extremes(implementation):
 @pytest.mark.parametrize("leading", [(), (3,), (2, 5), (2, 3, 4)])
 def test_any_leading_shape_and_float_dtype(implementation, dtype, leading):
     original = nn.Linear(64, 48).requires_grad_(False)
-    linear = Int8Linear.from_float(original.weight, original.bias, implementation)
+    linear = linear_of(original.weight, original.bias, implementation)
     x = torch.randn(*leading, 64)
     result = linear(x.to(dtype))
     assert result.shape == (*leading, 48) and result.dtype == dtype
@@ -175,7 +182,7 @@ def test_default_dtype_does_not_matter(implementation, rows):
     weight, x, grad = torch.randn(48, 64), torch.randn(rows, 64), torch.randn(rows, 48)
 
     def results() -> list[torch.Tensor]:
-        linear, leaf = Int8Linear.from_float(weight, implementation=implementation), x.clone().requires_grad_()
+        linear, leaf = linear_of(weight, implementation=implementation), x.clone().requires_grad_()
         y = linear(leaf)
         y.backward(grad)
         return [y, leaf.grad, linear.weight]
@@ -196,7 +203,7 @@ def test_default_dtype_does_not_matter(implementation, rows):
 @pytest.mark.parametrize("leading", [(1,), (2, 15)])
 def test_backward_is_the_product_with_the_dequantised_weight(implementation, shape, leading):
     weight = torch.randn(shape)
-    linear = Int8Linear.from_float(weight, torch.randn(shape[0]), implementation)
+    linear = linear_of(weight, torch.randn(shape[0]), implementation)
     x, grad = torch.randn(*leading, shape[1], requires_grad=True), torch.randn(*leading, shape[0])
     linear(x).backward(grad)
     # the kernel keeps 14 bits of gradients, as of activations
@@ -210,12 +217,12 @@ def test_backward_is_the_product_with_the_dequantised_weight(implementation, sha
 @pytest.mark.parametrize(("shape", "limit"), [((8704, 4096), 1.1), ((34048, 768), 1.4)])
 def test_weight_stays_in_memory_once(implementation, shape, limit):
     weight = torch.randn(1, shape[1]).expand(shape)
-    Int8Linear.from_float(weight[:64], implementation=implementation)
+    linear_of(weight[:64], implementation=implementation)
     before = resident_bytes()
-    linear = Int8Linear.from_float(weight, implementation=implementation)
+    linear = linear_of(weight, implementation=implementation)
     grown = resident_bytes() - before
-    assert grown < linear.int8.size_bytes + 16 * 2**20
-    assert linear.int8.size_bytes <= limit * weight.numel()
+    assert grown < linear.quantized.size_bytes + 16 * 2**20
+    assert linear.quantized.size_bytes <= limit * weight.numel()
 
 
 SILENT_AND_LAZY = """

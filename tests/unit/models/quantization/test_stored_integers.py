@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.kernels.int4_linear import Int4Linear
-from swarm_models.kernels.int8_linear import Int8Linear
+from swarm_models.kernels.int4_linear import Int4Weight
+from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_models.quantization import quantize_
 from swarm_models.quantization.eight_bits import eight_bit_layers
 from swarm_protocol.span import Span
@@ -129,6 +129,6 @@ def test_others_are_rounded_again_in_8_bits_where_int4_holds_8(tmp_path: Path, c
     eight_bits = eight_bit_layers(ModelCheckpoint.open(tmp_path).family)[0]
     assert "self_attn.v_proj" in eight_bits
     for name, layer in layers.items():
-        assert type(layer) is (Int8Linear if name in eight_bits else Int4Linear), name
+        assert isinstance(layer.quantized, Int8Weight if name in eight_bits else Int4Weight), name
         assert found[name] < (0.01 if name in eight_bits else 0.15), name
     assert max(found.values()) > 1 / 32

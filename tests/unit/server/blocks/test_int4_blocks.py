@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_models.kernels.int4_linear import Int4Linear, KernelInt4Weight, PlainInt4Weight
+from swarm_models.kernels.int4_linear import KernelInt4Weight, PlainInt4Weight
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization import METHODS, quantize_
 from swarm_models.quantization.experts import QuantizedExperts
 from tests.unit.models.quantization.test_quantization import BLOCKS, CPU, MOE, error, family, matrices
@@ -25,7 +26,7 @@ def test_int4_blocks_are_those_of_the_dequantised_weights(name, weight):
     reference = copy.deepcopy(original.blocks[BLOCKS - 1])
     with torch.no_grad():
         for name_, part in reference.named_modules():
-            if isinstance(twin := _twin(quantised, name_), Int4Linear):
+            if isinstance(twin := _twin(quantised, name_), QuantizedLinear):
                 transposed = type(part).__name__ == "Conv1D"
                 part.weight.copy_(twin.weight.T if transposed else twin.weight)
             elif isinstance(twin, QuantizedExperts):

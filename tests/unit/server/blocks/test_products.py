@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from swarm_models.kernels.int8_linear import Int8Linear
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.library import kernel
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization import quantize_
 from swarm_server.blocks.products import described, multiplied_by
 
@@ -22,10 +22,10 @@ def test_int8_names_what_quantised_layers_use() -> None:
     block = torch.nn.Sequential(torch.nn.Linear(64, 64))
     quantize_(block, "int8", CPU, torch.float32)
     layer, library = block[0], kernel()
-    assert isinstance(layer, Int8Linear)
+    assert isinstance(layer, QuantizedLinear)
     names = {"KernelWeight": library and library.name, "FbgemmWeight": "fbgemm", "PlainWeight": "torch"}
-    assert multiplied_by("int8", CPU, torch.float32) == names[type(layer.int8).__name__]
-    if isinstance(layer.int8, KernelWeight):
+    assert multiplied_by("int8", CPU, torch.float32) == names[type(layer.quantized).__name__]
+    if isinstance(layer.quantized, KernelWeight):
         assert library is not None and described("int8", CPU, torch.float32) == f"int8 ({library.name} kernel)"
 
 

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.safetensors_file import StoredTensor, read_header
-from swarm_models.kernels.int8_linear import Int8Linear, quantize_rows
-from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.int8_linear import quantize_rows
+from swarm_models.kernels.kernel_weight import KernelWeight, PackedWeight
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization import Report, packed_kind, quantize_
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_server.blocks.weight_cache import PackedWeight, WeightCache, content_key
+from swarm_server.blocks.weight_cache import WeightCache, content_key
 from tests.unit.support import TIMEOUT_S
 from tests.zoo import save_checkpoint
 
@@ -300,7 +301,7 @@ def test_blocks_from_the_cache_are_the_same(family: str, tmp_path: Path) -> None
     assert str(first_report) == str(second_report) and first_report.resident_bytes == second_report.resident_bytes
     hidden = torch.randn(1, 5, first.hidden_size)
     assert torch.equal(first(hidden), second(hidden))
-    assert sum(isinstance(module, Int8Linear) for module in second.modules()) == 14
+    assert sum(isinstance(module, QuantizedLinear) for module in second.modules()) == 14
 
 
 def test_a_changed_checkpoint_is_packed_anew(tmp_path: Path) -> None:
