@@ -10,7 +10,7 @@ from math import inf
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
 
-_BURST_S = 0.5  # budget that may pass at once after a silence
+_BURST_S = 0.5
 
 
 class Places:
@@ -46,9 +46,14 @@ class Places:
 class BandwidthBudget:
     """A budget of bytes per second for all its users, in the order of their requests."""
 
-    def __init__(self, bytes_per_s: Callable[[], float] = lambda: inf) -> None:
-        """Create the budget; ``bytes_per_s`` returns the present rate, which counts for bytes that are taken now."""
-        self._bytes_per_s = bytes_per_s
+    def __init__(self, bytes_per_s: Callable[[], float] = lambda: inf, burst_s: float = _BURST_S) -> None:
+        """Create the budget.
+
+        Args:
+            bytes_per_s: returns the present rate, which counts for bytes that are taken now.
+            burst_s: the seconds of the rate that may pass at once after a silence.
+        """
+        self._bytes_per_s, self._burst_s = bytes_per_s, burst_s
         self._free_s = -inf  # the time when all bytes taken so far have passed
         self.num_bytes = 0  # total
 
@@ -56,7 +61,7 @@ class BandwidthBudget:
         """Wait until these bytes may pass. A cancelled call returns them to the budget."""
         now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self._bytes_per_s()
         self.num_bytes += num_bytes
-        self._free_s = max(self._free_s, now_s - _BURST_S) + takes_s
+        self._free_s = max(self._free_s, now_s - self._burst_s) + takes_s
         if self._free_s > now_s:
             try:
                 await asyncio.sleep(self._free_s - now_s)

@@ -23,7 +23,10 @@ from swarm_protocol.wire.codec import parts_of
 from swarm_protocol.wire.constants import MIB
 
 _MAX_SENT, _MAX_SENT_TO_ONE = 16, 4  # pieces sent at a time
-_SENT_BYTES = MIB // 4  # of a piece that are sent at a time: a session's step waits for no more
+_MIN_SENT_BYTES, _MAX_SENT_BYTES = MIB // 64, MIB // 4  # of a piece that are sent at a time
+_SENT_S = 0.01  # of the rate that are sent at a time: on the line, a session's step waits for no more
+_BURST_S = 0.1  # of the rate that may be sent at once after a silence
+_READ_BYTES = MIB  # of a piece that are read at a time
 _SHARE_OF_LINE = 0.5  # of the bandwidth, while sessions compute
 _UNMEASURED_BYTES_PER_S = 4e6  # while sessions compute, if the bandwidth was not measured
 _logger = logging.getLogger(__name__)
@@ -84,7 +87,7 @@ class Offering:
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
         self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # the places of these bytes, by digest
-        self._budget = BandwidthBudget(self._bytes_per_s)
+        self._budget = BandwidthBudget(self._bytes_per_s, _BURST_S)
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
         self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
 
@@ -183,10 +186,17 @@ class Offering:
             else:
                 raise RequestRejected("this server does not have the piece")
             end = index * PIECE_BYTES + file.piece_bytes(index)
-            for at in range(index * PIECE_BYTES, end, _SENT_BYTES):
-                size_bytes = min(_SENT_BYTES, end - at)
-                await self._budget.take(size_bytes)
-                yield await asyncio.to_thread(_read, self._path(offered, file), at, size_bytes)
+            for start in range(index * PIECE_BYTES, end, _READ_BYTES):
+                size_bytes = min(_READ_BYTES, end - start)
+                rest = memoryview(await asyncio.to_thread(_read, self._path(offered, file), start, size_bytes))
+                while rest:
+                    sent_bytes = self._part_bytes()
+                    part, rest = rest[:sent_bytes], rest[sent_bytes:]
+                    await self._budget.take(len(part))
+                    yield bytes(part)
+
+    def _part_bytes(self) -> int:
+        return int(min(_MAX_SENT_BYTES, max(_MIN_SENT_BYTES, _SENT_S * self._bytes_per_s())))
 
     def _bytes_per_s(self) -> float:
         return rate_beside(self._load()) if self._rate is None else self._rate
