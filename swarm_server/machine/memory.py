@@ -11,6 +11,8 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization.eight_bits import eight_bit_layers
 from swarm_protocol import system
 
+_SCORES_SHARE = 0.2  # of the free memory that the scores of an index may take
+_SCORE_BYTES = 2 * 4  # a float32 in two copies
 _BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 
 
@@ -37,6 +39,14 @@ def hosted_bytes(checkpoint: ModelCheckpoint, quant: str) -> list[int]:
         for index, names in enumerate(eight_bit_layers(family)):
             sizes[index] += more_bytes * sum(size for name, size in family.linears[index] if name in names)
     return list(map(int, sizes))
+
+
+def tokens_with_scores(free_bytes: float, num_heads: int, num_positions: int) -> int:
+    """Return how many tokens an index can score at a time against ``num_positions`` keys, with ``num_heads`` heads.
+
+    Each block scores all pairs of these before it chooses; a fifth of the free memory is for that.
+    """
+    return max(1, int(_SCORES_SHARE * free_bytes / (_SCORE_BYTES * num_heads * num_positions)))
 
 
 def num_that_fit(sizes_bytes: Sequence[int], free_bytes: float) -> int:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -42,7 +43,7 @@ from swarm_server.group.remote import RemoteGroup
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
-from swarm_server.machine.memory import available_bytes, hosted_bytes
+from swarm_server.machine.memory import available_bytes, hosted_bytes, tokens_with_scores
 from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
@@ -292,8 +293,7 @@ class SpanLoader:
         budget = self._cache_budget(engine, span)
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
         engine.report_to(meter, self._counters)
-        by_device = CHUNK_TOKENS_CPU if engine.devices[0].type == "cpu" else CHUNK_TOKENS_CUDA
-        chunk_tokens = config.chunk_tokens or by_device
+        chunk_tokens = self._chunk_tokens(engine, budget)
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         validator = RequestValidator(
             self._checkpoint.name,
@@ -385,6 +385,18 @@ class SpanLoader:
         if size_bytes < token_bytes:
             raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
         return CacheBudget(size_bytes, token_bytes)
+
+    def _chunk_tokens(self, engine: Engine, budget: CacheBudget) -> int:
+        """Return how many tokens of prompts are computed at a time; fewer if their scores in an index are too large."""
+        if self._config.chunk_tokens:
+            return self._config.chunk_tokens
+        chunk_tokens = CHUNK_TOKENS_CPU if engine.devices[0].type == "cpu" else CHUNK_TOKENS_CUDA
+        if not engine.layout.has_index:
+            return chunk_tokens
+        config: Any = self._checkpoint.config
+        longest = min(budget.capacity_tokens, max_positions(config) or budget.capacity_tokens)
+        free_bytes = min(map(available_bytes, engine.devices))
+        return min(chunk_tokens, tokens_with_scores(free_bytes, config.index_n_heads, longest))
 
 
 async def _share_cores(cores: CoreShare, scheduler: Scheduler) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_server.machine.memory import num_that_fit
+from swarm_server.machine.memory import num_that_fit, tokens_with_scores
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,10 @@ from swarm_server.machine.memory import num_that_fit
 )
 def test_as_many_as_fit_wherever_they_begin(sizes: list[int], free: float, expected: int) -> None:
     assert num_that_fit(sizes, free) == expected
+
+
+def test_the_scores_of_an_index_take_a_fifth_of_what_is_free() -> None:
+    """Two copies in float32, for each head and each pair of a token and a position."""
+    num_tokens = tokens_with_scores(free_bytes=100e9, num_heads=64, num_positions=160_000)
+    assert num_tokens * 160_000 * 64 * 8 <= 20e9 < (num_tokens + 1) * 160_000 * 64 * 8
+    assert tokens_with_scores(free_bytes=0, num_heads=64, num_positions=160_000) == 1

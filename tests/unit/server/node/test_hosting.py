@@ -13,11 +13,15 @@ import torch
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
+from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.split_stack import SplitStack
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.counters import Counters
+from swarm_server.engine.engine import Engine
+from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 from swarm_server.metrics.throughput import Speeds
+from swarm_server.node import hosting
 from swarm_server.node.hosting import SpanLoader, devices_and_dtype
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.worlds.virtual_time import run_virtually
@@ -45,6 +49,24 @@ def test_a_span_on_two_devices(quant: str, tmp_path: Path, caplog) -> None:
         asyncio.run(scenario())
     assert "blocks 1:3 are on cpu, blocks 3:5 are on cpu" in caplog.text
     assert "blocks 1:5 loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens", "expected"), [("deepseek_v32", None, 5), ("deepseek_v32", 7, 7), ("llama", None, 64)]
+)
+def test_prompts_are_cut_so_that_the_scores_of_an_index_fit(
+    name: str, chunk_tokens: int | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(name, tmp_path)
+    checkpoint = ModelCheckpoint.open(tmp_path)
+    engine = Engine(load_blocks(checkpoint, Span(0, 1)))
+    heads = getattr(checkpoint.config, "index_n_heads", 1)
+    monkeypatch.setattr(hosting, "available_bytes", lambda _device: 5 * 5.5 * 8 * heads * 40)  # a fifth is for scores
+    budget = CacheBudget(40 * engine.layout.token_bytes, engine.layout.token_bytes)
+    with CoreShare() as cores:
+        config = ServerConfig(model=str(tmp_path), chunk_tokens=chunk_tokens)
+        loader = SpanLoader(config, checkpoint, cores, (CPU,), torch.float32, Counters())
+        assert loader._chunk_tokens(engine, budget) == expected
 
 
 def test_all_blocks_on_two_devices_that_share_their_rows(tmp_path: Path) -> None:
