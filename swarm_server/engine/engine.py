@@ -427,8 +427,9 @@ class Engine:
     def _compute(self, batch: list[Prepared]) -> Iterator[torch.Tensor]:
         """Return the outputs of the steps, each on the device of its session's last block."""
         stack = self._stack
-        first_devices = {start: stack.device_of(start) for start in {work.session.blocks.start for work in batch}}
-        devices = [first_devices[work.session.blocks.start] for work in batch]
+        starts = [work.session.blocks.start for work in batch]
+        first_devices = {start: stack.device_of(start) for start in set(starts)}
+        devices = [first_devices[start] for start in starts]
         hidden = moved([work.new_hidden for work in batch], devices, [stack.dtype] * len(batch))
         bounds = sorted({*chain.from_iterable([work.bounds for work in batch]), *stack.cuts})
         for part in map(Span, bounds, bounds[1:]):

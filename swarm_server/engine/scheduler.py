@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import mul
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -78,11 +79,8 @@ class Scheduler:
 
         The estimate uses the time that recent work of the same kind took. Background work does not count.
         """
-        costs, pace_s = self._costs, self._pace_s
-        one_training = costs[WorkKind.TRAINING] / max(1, self._training.used)
-        decode, prefill = WorkKind.DECODE, WorkKind.PREFILL
-        steps_s = costs[decode] * pace_s[decode] + costs[prefill] * pace_s[prefill]
-        return steps_s + one_training * pace_s[WorkKind.TRAINING]
+        decode, prefill, training, _background = map(mul, self._costs, self._pace_s)
+        return decode + prefill + training / max(1, self._training.used)
 
     @property
     def num_waiting(self) -> int:

@@ -486,7 +486,7 @@ def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
     if len(rows) == 1:
         of_row = rows[0].parts[group]
         places = tuple([(part.page, slice(part.row, part.row + 1), slice(part.start, part.end)) for part in of_row])
-        return [Run(slice(first, first + 1), places, sum(map(len, of_row)))]
+        return [Run(slice(first, first + 1), places, sum([part.end - part.start for part in of_row]))]
     result: list[Run] = []
     start = 0
     for end in range(1, len(rows) + 1):

@@ -18,8 +18,9 @@ _LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unli
 
 async def cancelled(task: asyncio.Future[Any]) -> None:
     """Cancel the task, and return when it has ended in any way."""
-    task.cancel()
-    await asyncio.wait([task])
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])
     if not task.cancelled():
         task.exception()
 

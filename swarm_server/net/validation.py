@@ -84,7 +84,7 @@ class RequestValidator:
 
         ``stacked``: they may come with additions, see ``BlockInput.stacked``.
         """
-        shape = wire.shape
+        shape: Sequence[int] = wire.shape
         if stacked and len(shape) == 4 and 1 < shape[2] <= 1 + MAX_ADDITIONS:
             shape = [*shape[:2], shape[3]]
         if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:

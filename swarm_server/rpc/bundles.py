@@ -18,7 +18,7 @@ from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
-from swarm_server.net.arrivals import Arrivals, ArrivingTensor
+from swarm_server.net.arrivals import Arrivals, ByteReservation
 from swarm_server.net.incoming import Incoming, cancelled
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.reading import StepReader
@@ -141,30 +141,31 @@ class StepTasks:
 
     def _begin(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> bool:
         """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
-        arriving: ArrivingTensor | None = None
+        waiting = ByteReservation(arrivals)
         has_begun = False
         try:
             hosted.require_number(step.number)
-            arriving = ArrivingTensor(arrivals, hosted.start(step), waits=True)
-            end = partial(self._ended, hosted, step, arriving, done)
-            has_begun = arriving.complete and hosted.begin(step, arriving.tensor(), end)
+            hidden = hosted.start(step)
+            waiting.take(hidden.received_bytes)
+            end = partial(self._ended, hosted, step, waiting, done)
+            has_begun = hidden.complete and hosted.begin(step, hidden.tensor(), end)
         except Exception:  # a task meets the same error and sends it to the client
             _logger.debug("a step takes a task", exc_info=True)
         if has_begun:
             self._without_task += 1
-        elif arriving is not None:
-            arriving.close()
+        else:
+            waiting.close()
         return has_begun
 
     def _ended(
         self,
         hosted: HostedSession,
         step: pb.Step,
-        arriving: ArrivingTensor,
+        waiting: ByteReservation,
         done: Callable[[bool], None],
         result: Result,
     ) -> None:
-        arriving.close()
+        waiting.close()
         if isinstance(result, asyncio.CancelledError):  # the server ends
             self._count_out(hosted)
         elif isinstance(result, BaseException):

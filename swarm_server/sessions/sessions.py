@@ -361,7 +361,8 @@ class HostedSession:
     def start(self, step: pb.Step) -> Assembler:
         """Check a step's header before memory is reserved for its payload."""
         validator = self._services.validator
-        validator.changes(step.changes)
+        if step.changes:
+            validator.changes(step.changes)
         if step.HasField("stored"):
             validator.length(step.start_position + step.stored.num_tokens)
             return validator.stored(step.stored)
