@@ -55,11 +55,14 @@ def hashed(state: KvState) -> KvState:
 def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
     """Yield the same content in fewer steps: those of plain text that follow one another become one."""
     together: list[SessionStep] = []
+    was_plain = False
     for step in steps:
-        if together and not (_is_plain(step) and _is_plain(together[-1]) and _follows(step, together[-1])):
+        is_plain = _is_plain(step)
+        if together and not (is_plain and was_plain and _follows(step, together[-1])):
             yield _as_one(together)
             together = []
         together.append(step)
+        was_plain = is_plain
     if together:
         yield _as_one(together)
 
@@ -67,8 +70,7 @@ def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
 def _is_plain(step: SessionStep) -> bool:
     """Return whether the hidden states and their positions in a row are all of the step's content."""
     inputs = step.inputs
-    parts = inputs.attention_mask, inputs.position_ids, inputs.additions, inputs.joined
-    return all(part is None for part in parts)
+    return inputs.attention_mask is inputs.position_ids is inputs.additions is inputs.joined is None
 
 
 def _follows(step: SessionStep, before: SessionStep) -> bool:

@@ -416,11 +416,10 @@ class Engine:
         session.enter(state)
 
     def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
-        num_new, group = output.shape[1], session.layout.outputs_group
+        group = session.layout.outputs_group
         assert group is not None
         for run in runs(session.state.rows, group, 0):
-            page, rows, positions = run.parts[-1]
-            page.data[-1][rows, 0, positions.stop - num_new : positions.stop] = output[run.rows]
+            run.write(-1, output[:, None])
 
     # ------------------------------------------------------------ one batch
 

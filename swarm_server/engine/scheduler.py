@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import mul
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -79,8 +78,9 @@ class Scheduler:
 
         The estimate uses the time that recent work of the same kind took. Background work does not count.
         """
-        decode, prefill, training, _background = map(mul, self._costs, self._pace_s)
-        return decode + prefill + training / max(1, self._training.used)
+        times_s = [cost * pace_s for cost, pace_s in zip(self._costs, self._pace_s, strict=True)]
+        decode_s, prefill_s, training_s, _background_s = times_s
+        return decode_s + prefill_s + training_s / max(1, self._training.used)
 
     @property
     def num_waiting(self) -> int:

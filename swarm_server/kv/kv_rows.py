@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -461,42 +462,44 @@ def _given_back(before: Sequence[KvRow], after: Sequence[KvRow], lease: Lease) -
 # ---------------------------------------------------------------- where to read and write
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive rows of a batch whose positions lie side by side in the same pages.
 
     Attributes:
-        rows: the rows of the batch.
-        parts: tuples of a page, rows of this page and positions of this page, in the order of the sequence.
+        first: the first row of the batch.
+        parts: the parts of the first row; those of the other rows are the next rows of the same pages.
         length: the total number of positions.
     """
 
-    rows: slice
-    parts: tuple[tuple[Page, slice, slice], ...]
+    first: int
+    num_rows: int
+    parts: Parts
     length: int
+
+    @property
+    def rows(self) -> slice:
+        """Return the rows of the batch."""
+        return slice(self.first, self.first + self.num_rows)
 
     def read(self, channel: int) -> Iterator[torch.Tensor]:
         """Yield each part as a view, [rows, heads, positions, width]."""
-        for page, rows, positions in self.parts:
-            yield page.data[channel][rows, :, positions]
+        for part in self.parts:
+            yield part.page.data[channel][part.row : part.row + self.num_rows, :, part.start : part.end]
+
+    def write(self, channel: int, new: torch.Tensor) -> None:
+        """Store data of the last positions, which are in one part. new: [rows of the batch, heads, new, width]."""
+        page, row, end = self.parts[-1].page, self.parts[-1].row, self.parts[-1].end
+        page.data[channel][row : row + self.num_rows, :, end - new.shape[2] : end] = new[self.rows]
 
 
 def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
     """Return where to read the rows of one session, which begin at row ``first`` of the batch."""
-    if len(rows) == 1:
-        of_row = rows[0].parts[group]
-        places = tuple([(part.page, slice(part.row, part.row + 1), slice(part.start, part.end)) for part in of_row])
-        return [Run(slice(first, first + 1), places, sum([part.end - part.start for part in of_row]))]
     result: list[Run] = []
     start = 0
     for end in range(1, len(rows) + 1):
+        parts = rows[start].parts[group]
         if end == len(rows) or not _side_by_side(rows[end - 1].parts[group], rows[end].parts[group]):
-            parts = tuple(
-                (part.page, slice(part.row, part.row + end - start), slice(part.start, part.end))
-                for part in rows[start].parts[group]
-            )
-            length = sum(map(len, rows[start].parts[group]))
-            result.append(Run(slice(first + start, first + end), parts, length))
+            result.append(Run(first + start, end - start, parts, sum([part.end - part.start for part in parts])))
             start = end
     return result
 

@@ -91,8 +91,7 @@ def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States 
         for index, channel in enumerate(group.channels):
             data = take(len(rows), channel.heads, count, channel.width, dtype=channel.dtype)
             for run in places:
-                page, page_rows, positions = run.parts[-1]
-                page.data[index][page_rows, :, positions.stop - count : positions.stop] = data[run.rows]
+                run.write(index, data)
     if not stored.has_states(layout, len(rows)):
         return None
     return tuple(

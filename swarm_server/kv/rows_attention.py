@@ -39,25 +39,25 @@ def seen_parts(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new
     """
     rows = []
     for number, run in enumerate(runs):
-        for row in range(run.rows.stop - run.rows.start):
+        for row in range(run.num_rows):
             for new in range(num_new):
-                left = hidden[(run.rows.start + row) * num_new + new] if hidden else 0  # still to be left out
+                left = hidden[(run.first + row) * num_new + new] if hidden else 0  # still to be left out
                 behind = num_new - 1 - new  # later new positions, all in the last part
                 seen = []
-                for i, (page, rows_of_page, positions) in enumerate(run.parts, 1 - len(run.parts)):
-                    start, stop = positions.start, positions.stop
+                for i, part in enumerate(run.parts, 1 - len(run.parts)):
+                    start, stop = part.start, part.end
                     if i == 0:
                         stop -= behind
                     first, left = start + left, max(0, left - (stop - start))
                     if first < stop:
-                        seen.append(SeenPart(page, rows_of_page.start + row, first, stop - first, number))
+                        seen.append(SeenPart(part.page, part.row + row, first, stop - first, number))
                 rows.append(seen)
     return rows
 
 
 def paged_rows(runs: Sequence[Run], hidden: Sequence[int] | None = None, num_new: int = 1) -> PagedRows:
     """Return the parts of ``seen_parts`` in the form that the CPU's kernel takes."""
-    if num_new == 1 and hidden and all(len(run.parts) == 1 and run.rows.stop == run.rows.start + 1 for run in runs):
+    if num_new == 1 and hidden and all([len(run.parts) == 1 == run.num_rows for run in runs]):
         return PagedRows.of_one_part(_only_parts(runs, hidden))
     return PagedRows(
         [
@@ -71,9 +71,9 @@ def _only_parts(runs: Sequence[Run], hidden: Sequence[int]) -> list[int]:
     """Return the numbers of a ``PartOfPage`` for each of these runs of one row, whose positions are all in one part."""
     numbers: list[int] = []
     for number, run in enumerate(runs):
-        ((page, rows, positions),) = run.parts
-        start = positions.start + hidden[number]
-        numbers += (page.table.address, page.capacity, rows.start, start, positions.stop - start, number)
+        (part,) = run.parts
+        page, start = part.page, part.start + hidden[number]
+        numbers += (page.table.address, page.capacity, part.row, start, part.end - start, number)
     return numbers
 
 
@@ -87,7 +87,7 @@ def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], 
     most = sys.maxsize if window is None else window
     if num_new == 1 and len(runs) == len(seen):  # decoding, with a row in each run
         return [max(0, run.length - min(most, last)) for run, last in zip(runs, seen, strict=True)]
-    rows = [(run.length, row) for run in runs for row in range(run.rows.start, run.rows.stop)]
+    rows = [(run.length, row) for run in runs for row in range(run.first, run.first + run.num_rows)]
     return [
         max(0, length - behind - min(most, seen[row] - behind))
         for length, row in rows

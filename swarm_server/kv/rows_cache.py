@@ -108,7 +108,7 @@ class RowsCache(StatesCache):
         """Store an index's keys [rows, new, width]; return the keys of all positions, [rows, length, width]."""
         block = self._current = self._blocks[layer_idx]
         for run, channel in zip(block.runs, block.index, strict=True):
-            _write(run, channel, keys[:, None])
+            run.write(channel, keys[:, None])
         return self._aligned(block.index, keys[:, None])[:, 0]
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> BlockRuns:
@@ -119,8 +119,8 @@ class RowsCache(StatesCache):
             if rows is not None and self._kernel.store(rows, channels, keys, values):
                 return block
         for run, key_channel, value_channel in zip(block.runs, block.keys, block.values, strict=True):
-            _write(run, key_channel, keys)
-            _write(run, value_channel, values)
+            run.write(key_channel, keys)
+            run.write(value_channel, values)
         return block
 
     def attend(
@@ -165,7 +165,7 @@ class RowsCache(StatesCache):
         if rows is None:
             return None
         channels = channel_numbers(block.keys), channel_numbers(block.values)
-        value_width = block.runs[0].parts[0][0].data[block.values[0]].shape[3]
+        value_width = block.runs[0].parts[0].page.data[block.values[0]].shape[3]
         return self._kernel.attend(rows, channels, query, value_width, scaling)
 
     def _paged_rows(self, runs: tuple[Run, ...], mask: torch.Tensor | None) -> PagedRows | None:
@@ -174,7 +174,7 @@ class RowsCache(StatesCache):
         if key not in self._paged:
             hidden: list[int] | None = []
             for run, part in zip(runs, self._run_masks(runs, mask), strict=True):
-                of_run = hidden_at_start(part, run.rows.stop - run.rows.start)
+                of_run = hidden_at_start(part, run.num_rows)
                 hidden = None if hidden is None or of_run is None else hidden + of_run
             self._paged[key] = mask, runs, None if hidden is None else paged_rows(runs, hidden)
         return self._paged[key][2]
@@ -222,11 +222,6 @@ class RowsCache(StatesCache):
 
     def __len__(self) -> int:
         return len(self._blocks)
-
-
-def _write(run: Run, channel: int, new: torch.Tensor) -> None:
-    page, rows, positions = run.parts[-1]
-    page.data[channel][rows, :, positions.stop - new.shape[2] : positions.stop] = new[run.rows]
 
 
 def _run_mask(run: Run, mask: torch.Tensor) -> torch.Tensor | None:

@@ -367,8 +367,10 @@ class HostedSession:
             validator.length(step.start_position + step.stored.num_tokens)
             return validator.stored(step.stored)
         arriving = validator.new_positions(step.hidden, past=step.start_position)
-        joined = step.joined if step.HasField("joined") else None
-        validator.step_tokens(arriving.shape[0], arriving.shape[1], joined)
+        batch_size, num_tokens, *_ = arriving.shape
+        if num_tokens > 1:  # one position is never too long
+            joined = step.joined if step.HasField("joined") else None
+            validator.step_tokens(batch_size, num_tokens, joined)
         return arriving
 
     def _session_step(self, request: pb.Step, payload: torch.Tensor) -> SessionStep:

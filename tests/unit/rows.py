@@ -20,13 +20,10 @@ LAYOUTS = {
 
 def write(rows: Sequence[KvRow], layout: PageLayout, values: torch.Tensor) -> None:
     """values: [rows, new] for the last positions of each row, into all channels."""
-    num_new = values.shape[1]
     for number, group in enumerate(layout.groups):
         for run in runs(rows, number, 0):
-            page, page_rows, positions = run.parts[-1]
-            for channel in range(len(group.channels)):
-                place = page.data[channel][page_rows, :, positions.stop - num_new : positions.stop]
-                place[:] = values[run.rows, None, :, None]
+            for channel, kind in enumerate(group.channels):
+                run.write(channel, values[:, None, :, None].expand(-1, kind.heads, -1, kind.width))
 
 
 def read(rows: Sequence[KvRow], layout: PageLayout) -> list[list[list[float]]]:

@@ -93,7 +93,7 @@ def test_the_kernel_gives_what_sdpa_gives(block, mask):
 def test_new_keys_and_values_are_stored_as_without_the_kernel(block):
     by_kernel, without = [], []
     for kernel, stored in ((Counting(), by_kernel), (None, without)):
-        pages = [page for run in block.runs for page, _, _ in run.parts]
+        pages = [part.page for run in block.runs for part in run.parts]
         attended(block, kernel, None, scaling=None)
         stored += [data.clone() for page in pages for data in page.data]
     assert all(torch.equal(one, other) for one, other in zip(by_kernel, without, strict=True))
@@ -102,8 +102,8 @@ def test_new_keys_and_values_are_stored_as_without_the_kernel(block):
 def test_a_page_is_found_after_it_was_trimmed(block):
     expected = attended(block, Counting(), None, scaling=None)
     for run in block.runs:
-        for page, _, _ in run.parts:
-            page.trim()
+        for part in run.parts:
+            part.page.trim()
     assert torch.equal(attended(block, Counting(), None, scaling=None), expected)
 
 
