@@ -238,16 +238,21 @@ async def serve(
     outbox: Outbox[Any],
     take: Callable[[StepTasks, Any], None],
     *,
+    admitted: Callable[[], object],
     idle_timeout_s: float,
     is_needed: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Take all entries of all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed."""
+    """Take all entries of all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed.
+
+    ``admitted`` raises AccessDenied once the caller is no longer a member.
+    """
     sending = asyncio.ensure_future(_send_all(outbox))
     error: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = StepTasks(group)
             while (message := await _next(incoming, idle_timeout_s, is_needed)) is not None:
+                admitted()
                 _take_all(message.steps, tasks, outbox, take)
             await tasks.until_done()
     except ExceptionGroup as errors:
@@ -288,13 +293,10 @@ async def _send_all(outbox: Outbox[Any]) -> None:
         await outbox.send_all()
 
 
-def take_for(
-    find: Callable[[bytes], HostedSession], arrivals: Arrivals, admitted: Callable[[], object]
-) -> Callable[[StepTasks, pb.KeyedStep], None]:
+def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Callable[[StepTasks, pb.KeyedStep], None]:
     """Return a function that takes a client's steps; ``find`` raises SessionLost if the client has no such session."""
 
     def take(tasks: StepTasks, entry: pb.KeyedStep) -> None:
-        admitted()
         try:
             hosted = find(entry.session_key)
         except SessionLost:  # the session's own stream has reported why
@@ -311,14 +313,11 @@ def _ignore(_could_be: bool) -> None:
 def take_pushed(
     find: Callable[[bytes], HostedSession],
     arrivals: Arrivals,
-    admitted: Callable[[], object],
     outbox: Outbox[pb.TakenStep],
 ) -> Callable[[StepTasks, pb.PushedStep], None]:
     """Return a function that takes the steps that another server pushes, and acknowledges each to that server."""
 
     def take(tasks: StepTasks, entry: pb.PushedStep) -> None:
-        admitted()
-
         def tell(could_be: bool) -> None:
             if not (could_be and entry.step.settled):
                 outbox.put(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=not could_be))

@@ -172,15 +172,14 @@ class BlocksService(BlocksServicer):
         if first is None:
             return
         outbox = Outbox[pb.KeyedReply](lambda replies: context.write(pb.ReplyBundle(replies=replies)))
-        take = bundles.take_for(
-            lambda key: self._sessions().find(key, client), arrivals, self._callers.membership(context)
-        )
+        take = bundles.take_for(lambda key: self._sessions().find(key, client), arrivals)
         with self._bundles.opened(first.key, client, outbox) as bundle:
             await context.write(pb.ReplyBundle())
             await bundles.serve(
                 incoming,
                 outbox,
                 take,
+                admitted=self._callers.membership(context),
                 idle_timeout_s=self._idle_timeout_s,
                 is_needed=lambda: bundle.num_sessions > 0,
             )
@@ -189,9 +188,9 @@ class BlocksService(BlocksServicer):
         self._callers.admit(context, Role.SERVER)
         outbox = Outbox[pb.TakenStep](lambda steps: context.write(pb.TakenBundle(steps=steps)))
         admitted = self._callers.membership(context, Role.SERVER)
-        take = bundles.take_pushed(lambda key: self._sessions().find_pushed(key), self._arrivals, admitted, outbox)
+        take = bundles.take_pushed(lambda key: self._sessions().find_pushed(key), self._arrivals, outbox)
         incoming = Incoming(requests, self._arrivals)
-        await bundles.serve(incoming, outbox, take, idle_timeout_s=self._idle_timeout_s)
+        await bundles.serve(incoming, outbox, take, admitted=admitted, idle_timeout_s=self._idle_timeout_s)
 
     async def Progress(self, request: pb.ProgressRequest, context: _Context) -> pb.SessionProgress:
         client = self._callers.admit(context)

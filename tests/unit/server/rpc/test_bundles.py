@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_protocol.errors import RequestRejected, SessionLost
+from swarm_protocol.errors import AccessDenied, RequestRejected, SessionLost
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
@@ -85,6 +85,12 @@ class Story:
         self.session: Any = FakeSession()
         self.arrivals = Arrivals()
         self.sent: list[pb.TakenStep] = []
+        self.num_admissions = 100  # messages for which the caller is a member
+
+    def admit(self) -> None:
+        self.num_admissions -= 1
+        if self.num_admissions < 0:
+            raise AccessDenied("the membership was revoked")
 
     def find(self, key: bytes) -> Any:
         if key != KEY:
@@ -98,8 +104,20 @@ class Story:
             self.sent += steps
 
         outbox = Outbox[pb.TakenStep](send)
-        take = bundles.take_pushed(self.find, self.arrivals, lambda: None, outbox)
-        await bundles.serve(Incoming(_stream(messages, outbox), self.arrivals), outbox, take, idle_timeout_s=60.0)
+        take = bundles.take_pushed(self.find, self.arrivals, outbox)
+        incoming = Incoming(_stream(messages, outbox), self.arrivals)
+        await bundles.serve(incoming, outbox, take, admitted=self.admit, idle_timeout_s=60.0)
+
+
+def test_a_caller_whose_membership_ends_has_no_more_steps_computed() -> None:
+    async def scenario() -> None:
+        server = Story()
+        server.num_admissions = 1
+        with pytest.raises(AccessDenied):
+            await server.push(pushed((KEY, 1)), pushed((KEY, 2), (KEY, 3)))
+        assert server.session.taken == [1]
+
+    run(scenario())
 
 
 def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
@@ -115,7 +133,7 @@ def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
 
         async def handled() -> None:
             async with aclosing(stream):
-                await bundles.serve(incoming, outbox, lambda _tasks, _entry: None, idle_timeout_s=60.0)
+                await bundles.serve(incoming, outbox, lambda _tasks, _entry: None, admitted=print, idle_timeout_s=60.0)
 
         handling = asyncio.ensure_future(handled())
         for _ in range(5):
@@ -153,9 +171,11 @@ def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
             sent.extend(steps)
 
         outbox = Outbox[pb.TakenStep](send)
-        take = bundles.take_pushed(server.find, server.arrivals, lambda: None, outbox)
+        take = bundles.take_pushed(server.find, server.arrivals, outbox)
         incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
-        serving = asyncio.ensure_future(bundles.serve(incoming, outbox, take, idle_timeout_s=60.0))
+        serving = asyncio.ensure_future(
+            bundles.serve(incoming, outbox, take, admitted=server.admit, idle_timeout_s=60.0)
+        )
         for _ in range(100):
             await asyncio.sleep(0)
         assert server.session.taken == [1, 2] and not serving.done()
