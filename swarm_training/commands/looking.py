@@ -67,8 +67,8 @@ def view_of(
     moment = max(peer.moment for peer in peers)
     held_out = shown_losses(moment, peers)
     target = Counter(peer.target_batch_size for peer in peers).most_common(1)[0][0]
-    claimed = [peer.samples if peer.moment == moment else 0 for peer in peers]
-    shown = [min(samples, max_samples) for samples in claimed] if max_samples else claimed
+    most = max_samples or max(peer.samples for peer in peers)
+    shown = [min(peer.samples, most) if peer.moment == moment else 0 for peer in peers]
     samples = sum(shown)
     speed = sum(peer.samples_per_s for peer in peers)
     return RunView(

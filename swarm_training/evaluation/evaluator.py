@@ -98,13 +98,10 @@ class Evaluator:
         self.reason_to_end = ""
         if has_ended:
             self.reason_to_end = decisions.reason_to_end(self.policy, history) or "the other peers have ended it"
-        self._replace(None)
+        self.begin(None)
 
-    def begin(self, pending: PendingEvaluation) -> None:
-        """Begin an evaluation. An earlier one that this peer does not compute already is given up."""
-        self._replace(pending)
-
-    def _replace(self, pending: PendingEvaluation | None) -> None:
+    def begin(self, pending: PendingEvaluation | None) -> None:
+        """Begin an evaluation, or none. An earlier one that this peer does not compute already is given up."""
         self._pending = pending
         self._news.set()
 

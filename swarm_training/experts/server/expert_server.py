@@ -149,7 +149,7 @@ class ExpertServer:
         wanted = [*self._saved, *sorted(found)]  # the latter have replicas, and no server
         ordered = self._in_order(claimed or await self._announcer.free_cells(config.num_experts, wanted))
         await self._load_replicas(ordered, found)
-        self._host.experts |= zip(ordered, self._loaded, strict=True)
+        self._host.add(dict(zip(ordered, self._loaded, strict=True)))
         for cell, to in zip(self._saved, ordered, strict=False):  # others may have taken some of their cells
             self._move_file(cell, to)
         self._tasks = [asyncio.ensure_future(self._host.pool.run())]
@@ -206,7 +206,7 @@ class ExpertServer:
         adopted = self._adopter.adopted
         moves = await self._announcer.moves(self._host.experts.keys() - adopted, staying=adopted)
         for cell, to in moves.items():
-            self._host.experts[to] = self._host.experts.pop(cell)
+            self._host.move(cell, to)
             self._move_file(cell, to)
         if not await self._announcer.publish(self._host.experts):
             _logger.warning("not all experts could be announced: clients may not find them for a while")
@@ -219,7 +219,7 @@ class ExpertServer:
         """Adopt experts whose server is gone, and announce them at once."""
         adopted = await self._adopter.adopt(self._host.experts.keys(), lambda: self._expert(None))
         if adopted:
-            self._host.experts |= adopted
+            self._host.add(adopted)
             await self._announcer.publish(self._host.experts)
 
     def _move_file(self, cell: Cell, to: Cell) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -48,6 +48,12 @@ class ExpertHost:
         return pb.BackwardReply(
             grad_inputs=encode(await self.pool.submit(caller, ("backward", cell), inputs, grads))[0]
         )
+
+    def add(self, experts: Mapping[Cell, Expert]) -> None:
+        self.experts |= experts
+
+    def move(self, cell: Cell, to: Cell) -> None:
+        self.experts[to] = self.experts.pop(cell)
 
     def _compute(self, key: Key, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute a batch; the pool calls this in its thread."""

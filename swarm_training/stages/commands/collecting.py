@@ -108,11 +108,15 @@ async def collect(
         if not is_last:
             await asyncio.sleep(_RETRY_S)
             stages = records()
+    raise PeerUnavailable(_why_none(step, best))
+
+
+def _why_none(step: int | None, best: bool) -> str:
     if best:
-        raise PeerUnavailable("some stage does not keep the checkpoint with the lowest loss on held-out data so far")
+        return "some stage does not keep the checkpoint with the lowest loss on held-out data so far"
     if step is not None:
-        raise PeerUnavailable(f"some stage has no state of step {step}: expected a run that ended there")
-    raise PeerUnavailable(
+        return f"some stage has no state of step {step}: expected a run that ended there"
+    return (
         "the stages are at different steps, and have no checkpoint of one: expected a run that is stopped, or that has "
         "taken a few times checkpoint_every steps"
     )

@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.audit.answers import AnswerLog
 from swarm_training.stages.audit.service import AuditService
 from swarm_training.stages.commands.building import (
+    BuiltStage,
     build,
     held_out_samples,
     loss_scale,
@@ -181,24 +183,6 @@ class _Serving:
                 build, self.file, self.source, index, config, self.device, self.memory_bytes
             )
         stage, services = built.stage, list[StagesService]()
-        answers = AnswerLog() if self.file.stages.audit_share else None
-        note = None if answers is None else answers.note
-
-        def add_services(server: grpc.aio.Server, peer: StagePeer, network: GrpcNetwork) -> None:
-            hosted, access = HostedStage(stage, peer, built.sums), self.member.access
-            recomputing = self._recomputing(hosted, peer, network)
-            if stage.is_last and self.held_out is not None:
-                rows = self.file.stages.micro_batch_size
-                peer.evaluation.compute_by(HeldOutSamples(self.held_out, rows, recomputing.held_out_loss).loss)
-            services.append(
-                StagesService(place.run, hosted, built.limits, access, note, peer.peer.banned, recomputing.is_finite)
-            )
-            services[-1].add_to(server)
-            if answers is not None:
-                precision = self.file.stages.precision
-                own = self.member.identity
-                AuditService(place.run, hosted, own, answers, built.limits, access, precision).add_to(server)
-
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
         self.say(f"memory {built.memory}")
         if waits := self.is_new and self._has_checkpoints():
@@ -210,7 +194,7 @@ class _Serving:
             config,
             built.state,
             built.sums,
-            add_services,
+            partial(self._add_services, built, services),
             shared=spans_of(stage.names, stage.parameters, stage.shared),
             board=self.board,
             look_s=0.0 if self.is_founder else LOOK_S,
@@ -243,10 +227,28 @@ class _Serving:
         stored = StoredCheckpoints(self.config.lasting_directory, digest_of)
         return any(not offered.kept.is_beginning for offered in stored.files(self.place.num_stages).values())
 
-    def _recomputing(self, hosted: HostedStage, peer: StagePeer, network: GrpcNetwork) -> Recomputing:
-        """Return a recomputation of micro-batches, as trainers with the usual routing compute them."""
-        config, scale = trainer_config(self.file, SHORTEST_DELAY), loss_scale(self.file)
-        return Recomputing(self.place.run, hosted, lambda: peer.watch.view().stages, network, config, scale)
+    def _add_services(
+        self,
+        built: BuiltStage,
+        services: list[StagesService],
+        server: grpc.aio.Server,
+        peer: StagePeer,
+        network: GrpcNetwork,
+    ) -> None:
+        """Add what trainers and their audits ask for. ``services``: those that are to be closed."""
+        file, run, access = self.file, self.place.run, self.member.access
+        hosted, answers = HostedStage(built.stage, peer, built.sums), AnswerLog() if file.stages.audit_share else None
+        config, scale = trainer_config(file, SHORTEST_DELAY), loss_scale(file)  # as trainers with the usual routing
+        recomputing = Recomputing(run, hosted, lambda: peer.watch.view().stages, network, config, scale)
+        if built.stage.is_last and self.held_out is not None:
+            rows = file.stages.micro_batch_size
+            peer.evaluation.compute_by(HeldOutSamples(self.held_out, rows, recomputing.held_out_loss).loss)
+        note, banned = None if answers is None else answers.note, peer.peer.banned
+        services.append(StagesService(run, hosted, built.limits, access, note, banned, recomputing.is_finite))
+        services[-1].add_to(server)
+        if answers is not None:
+            own, precision = self.member.identity, file.stages.precision
+            AuditService(run, hosted, own, answers, built.limits, access, precision).add_to(server)
 
     async def _until_it_moves(self, presence: StagePresence, stage: Stage, stays: bool) -> int:
         """Return the stage to which the peer moves. The peer does not move any more after the last step."""

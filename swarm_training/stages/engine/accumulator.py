@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,18 +51,6 @@ class Accumulator:
         self._lock = threading.Lock()
 
     @property
-    def done(self) -> frozenset[int]:
-        """Return the micro-batches in the sums."""
-        with self._lock:
-            return frozenset(self._done)
-
-    @property
-    def bits(self) -> bytes:
-        """Return the micro-batches as a bitmap, [⌈M / 8⌉]: m is bit m % 8, from the lowest, of byte m // 8."""
-        number = sum(1 << m for m in self.done)
-        return number.to_bytes((self.num_micro_batches + 7) // 8, "little")
-
-    @property
     def sums(self) -> Tensor:
         """Return a copy of the sums, in the order of the stage's parameters: [elements of all]."""
         with self._lock:
@@ -82,7 +70,7 @@ class Accumulator:
             self._check(step, m)
             if m in self._done:
                 return
-            self._drop((m, trainer))
+            self._drop(lambda key: key == (m, trainer))
             self._require_room(size)
             self._pending[m, trainer] = [each.detach() for each in gradients]
             self._pending_bytes += size
@@ -108,8 +96,7 @@ class Accumulator:
                 self._add(gradients)
                 self._done.add(m)
             if m in self._done:
-                for key in [key for key in self._pending if key[0] == m]:
-                    self._drop(key)
+                self._drop(lambda key: key[0] == m)
             return m in self._done
 
     def _add(self, gradients: Sequence[Tensor]) -> None:
@@ -140,7 +127,7 @@ class Accumulator:
     def withdraw(self, m: int, trainer: str) -> None:
         """Drop a micro-batch's pending gradients that this trainer will not commit."""
         with self._lock:
-            self._drop((m, trainer))
+            self._drop(lambda key: key == (m, trainer))
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -151,14 +138,12 @@ class Accumulator:
     def drop(self, m: int) -> None:
         """Drop a micro-batch's pending gradients, whichever trainer they belong to."""
         with self._lock:
-            for key in [key for key in self._pending if key[0] == m]:
-                self._drop(key)
+            self._drop(lambda key: key[0] == m)
 
     def forget(self, trainer: str) -> None:
         """Drop the pending gradients of a trainer that is gone."""
         with self._lock:
-            for key in [key for key in self._pending if key[1] == trainer]:
-                self._drop(key)
+            self._drop(lambda key: key[1] == trainer)
 
     def discard(self) -> None:
         """Empty the sums and bits, in the same step; pending gradients may still be committed."""
@@ -188,8 +173,9 @@ class Accumulator:
                 f"room for {size} bytes more: commit them, or ask another peer"
             )
 
-    def _drop(self, key: Key) -> None:
-        self._pending_bytes -= _size_bytes(self._pending.pop(key, ()))
+    def _drop(self, is_moot: Callable[[Key], bool]) -> None:
+        for key in list(filter(is_moot, self._pending)):
+            self._pending_bytes -= _size_bytes(self._pending.pop(key))
 
 
 def rounded(gradient: Tensor) -> Tensor:
@@ -198,4 +184,4 @@ def rounded(gradient: Tensor) -> Tensor:
 
 
 def _size_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(each.nbytes for each in tensors)

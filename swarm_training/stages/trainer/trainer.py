@@ -156,12 +156,8 @@ class Trainer:
             return
         if self._step is None or moment != self._step.moment:
             self._end_step(now)
-            self._step = _Step(moment, self._skipped_batches(moment), self._config, now)
-
-    def _skipped_batches(self, moment: Moment) -> int:
-        """Return the number that peers at this moment report, all of which have gone back as often."""
-        here = (peer for stage in self._stages for peer in stage if peer.moment == moment)
-        return max(peer.skipped_batches for peer in here)
+            here = (peer for stage in self._stages for peer in stage if peer.moment == moment)  # all went back as often
+            self._step = _Step(moment, max(peer.skipped_batches for peer in here), self._config, now)
 
     def _begin_more(self) -> None:
         step, stages, now = self._step, self._stages, asyncio.get_running_loop().time()

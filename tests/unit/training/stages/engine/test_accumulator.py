@@ -52,7 +52,7 @@ def test_a_commit_that_fails_half_way_adds_nothing(monkeypatch: pytest.MonkeyPat
         patch.setattr(accumulating, "rounded", lambda flat: next(calls)(flat))
         with pytest.raises(MemoryError):
             sums.commit(3, 1, "trainer")
-    assert torch.equal(sums.sums, before) and list(sums.done) == [0]
+    assert torch.equal(sums.sums, before) and list(sums._done) == [0]
     assert sums.commit(3, 1, "trainer")  # tried again
     assert torch.equal(sums.sums, before + rounded(torch.cat([each.flatten() for each in gradients(1)]).double()))
 
@@ -77,7 +77,7 @@ def test_sums_are_exact_in_any_order_and_division_among_peers() -> None:
             assert peer.commit(3, m, "trainer")
         rng.shuffle(peers)
         assert torch.equal(peers[0].sums + peers[1].sums + peers[2].sums, expected)
-        assert sorted(m for peer in peers for m in peer.done) == list(range(M))
+        assert sorted(m for peer in peers for m in peer._done) == list(range(M))
 
 
 def test_rounding_is_to_the_grid() -> None:
@@ -98,11 +98,11 @@ def test_sums_in_float32_are_plain_sums() -> None:
 def test_what_is_not_committed_does_not_count() -> None:
     peer = accumulator()
     peer.add(3, 1, "trainer", gradients(1))
-    assert peer.done == frozenset() and not peer.sums.any() and peer.bits == bytes(2)
+    assert peer._done == set() and not peer.sums.any()
     assert peer._pending_bytes == SIZE
     assert not peer.commit(3, 1, "another")  # whose gradients are not here
     assert not peer.commit(3, 2, "trainer")
-    assert peer.done == frozenset() and peer._pending_bytes == SIZE
+    assert peer._done == set() and peer._pending_bytes == SIZE
 
 
 def test_a_commit_counts_once() -> None:
@@ -116,7 +116,7 @@ def test_a_commit_counts_once() -> None:
     assert peer.commit(3, 1, "one") and peer.commit(3, 1, "two")
     peer.add(3, 1, "two", gradients(1))  # of a trainer that did not hear of it
     assert peer._pending_bytes == 0 and peer.commit(3, 1, "two")
-    assert torch.equal(peer.sums, once) and peer.done == {1}
+    assert torch.equal(peer.sums, once) and peer._done == {1}
 
 
 def test_the_last_gradients_of_a_trainer_replace_those_before() -> None:
@@ -128,12 +128,12 @@ def test_the_last_gradients_of_a_trainer_replace_those_before() -> None:
     assert torch.equal(peer.sums, other.sums)
 
 
-def test_bits_are_the_micro_batches_in_the_sums() -> None:
+def test_what_is_committed_is_in_the_sums() -> None:
     peer = accumulator()
     for m in (0, 3, 9):
         peer.add(3, m, "trainer", gradients(m))
         peer.commit(3, m, "trainer")
-    assert peer.bits == bytes([0b1001, 0b10]) and peer.done == {0, 3, 9}
+    assert peer._done == {0, 3, 9}
 
 
 def test_pending_gradients_are_limited() -> None:
@@ -172,7 +172,7 @@ def test_wrong_steps_and_numbers_are_refused() -> None:
             peer.add(3, m, "trainer", gradients(0))
         with pytest.raises(RequestRejected):
             peer.commit(3, m, "trainer")
-    assert peer.done == frozenset() and not peer.sums.any()
+    assert peer._done == set() and not peer.sums.any()
 
 
 def test_discarded_sums_are_counted_again() -> None:
@@ -182,8 +182,8 @@ def test_discarded_sums_are_counted_again() -> None:
         peer.add(3, m, "trainer", gradients(m))
     peer.commit(3, 0, "trainer")
     peer.discard()
-    assert peer.step == 3 and peer.done == frozenset() and not peer.sums.any()
-    assert peer.commit(3, 1, "trainer") and peer.done == {1}
+    assert peer.step == 3 and peer._done == set() and not peer.sums.any()
+    assert peer.commit(3, 1, "trainer") and peer._done == {1}
     assert not peer.commit(3, 0, "trainer")
 
 
@@ -194,6 +194,6 @@ def test_another_step_begins_with_nothing() -> None:
     peer.commit(3, 0, "trainer")
     before = peer.sums
     peer.clear(4)
-    assert peer.step == 4 and peer.done == frozenset() and not peer.sums.any() and peer._pending_bytes == 0
+    assert peer.step == 4 and peer._done == set() and not peer.sums.any() and peer._pending_bytes == 0
     assert not peer.commit(4, 1, "trainer")
     assert before.any()  # a copy
