@@ -44,6 +44,7 @@ from swarm_training.data.streaming import StreamBatches
 from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.known_losses import KnownLosses
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
+from swarm_training.losses.curve import LossCurve
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import averaged_tensors
 from swarm_training.reports.observing import RunObserver
@@ -104,10 +105,10 @@ class Writing:
         """Remove the checkpoints from which the run does not go on: discard those that a rollback has undone, and
         rename those of steps that the run has not reached. The losses go on from there. ``is_own``: whether the run has
         begun with the newest one here; if not, ``is_founder``: whether it has begun here, with that of another peer."""
-        self._losses.held_out = run.evaluations
+        curve = LossCurve() if self._directory is None else self._directory.losses()
+        self._losses.begin(curve, run.num_steps, run.evaluations)
         if self._directory is None:
             return
-        self._losses.begin(self._directory.losses(), run.num_steps)
         if self._policy.every:
             self._write_evaluations(self._directory)
         if is_own:  # the others are older
@@ -125,7 +126,7 @@ class Writing:
     def went_back(self, step: int | None) -> None:
         """Discard the checkpoints and losses of later steps, which the rollback has undone. None: there were several
         rollbacks, and nobody here knows how far back the earlier ones went. So all checkpoints are renamed."""
-        self._losses.went_back(step or 0)
+        self._losses.curve.discard_after(step or 0)
         if self._directory is None:
             return
         if step is not None:

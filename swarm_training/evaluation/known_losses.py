@@ -25,19 +25,15 @@ class KnownLosses:
         self.held_out = EvaluationHistory()
         self._say = say
 
-    def begin(self, curve: LossCurve, step: int) -> None:
+    def begin(self, curve: LossCurve, step: int, held_out: EvaluationHistory) -> None:
         """Begin with a curve up to a step, and with losses on held-out data that became known after its last point."""
-        self.curve = curve
+        self.curve, self.held_out = curve, held_out
         self.curve.discard_after(step)
         points = self.curve.series.get(HELD_OUT)
         last = points[-1][0] if points else 0
         for each in self.held_out.losses:
             if each.step > last:
                 self.curve.add(each.step, {HELD_OUT: each.loss})
-
-    def went_back(self, step: int) -> None:
-        """Discard the losses of later steps, which a rollback has undone."""
-        self.curve.discard_after(step)
 
     def stepped(self, step: int, loss: float | None) -> None:
         """Add the training loss of a step; None: it is not known."""

@@ -132,7 +132,10 @@ class Ledger:
         step.rounds[digest] = data
         self.num_rounds += 1
         self._size_bytes += len(data)
-        self._forget()
+        while len(self._steps) > self.limits.keep_steps or self._size_bytes > self.limits.keep_bytes:
+            oldest = min(self._steps)
+            self._since = Moment(oldest.rollbacks, oldest.step + 1)
+            self._size_bytes -= sum(map(len, self._steps.pop(oldest).rounds.values()))
         return True
 
     def totals(self) -> dict[str, UserTotal]:
@@ -194,12 +197,6 @@ class Ledger:
         self._totals[user] = UserTotal(old.samples + samples, old.rounds + rounds)
         if not self._totals[user].rounds:
             del self._totals[user]
-
-    def _forget(self) -> None:
-        while len(self._steps) > self.limits.keep_steps or self._size_bytes > self.limits.keep_bytes:
-            oldest = min(self._steps)
-            self._since = Moment(oldest.rollbacks, oldest.step + 1)
-            self._size_bytes -= sum(map(len, self._steps.pop(oldest).rounds.values()))
 
 
 def digest_of(data: bytes) -> bytes:

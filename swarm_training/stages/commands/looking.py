@@ -165,7 +165,7 @@ class StagesFollower:
         if moment == self.moment:
             return
         if moment.rollbacks > self.moment.rollbacks:
-            self.losses.went_back(moment.step)
+            self.losses.curve.discard_after(moment.step)
         self.moment, self._loss, self.is_known = moment, None, False
 
     def _note_loss(self, last_stage: Sequence[Progress]) -> None:
@@ -219,8 +219,7 @@ async def follow_stage(
     """Follow the run as a peer of a stage until cancelled: say what this peer has done in each step, and why the run
     ends. The curve is written at the end too, as the peer may move to another stage and go on with it."""
     follower, moment = StagesFollower(file, reports, say), peer.moment
-    follower.losses.held_out = peer.evaluation.known
-    follower.losses.begin(await asyncio.to_thread(files.read), peer.step)
+    follower.losses.begin(await asyncio.to_thread(files.read), peer.step, peer.evaluation.known)
     num_micro_batches = file.stages.num_micro_batches(file.run.target_batch_size)
     reason = ""
 

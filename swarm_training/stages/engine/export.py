@@ -46,7 +46,9 @@ def export(
     (directory / INDEX).unlink(missing_ok=True)
     with hf_loader():
         model = _on_meta(config)
-    expected, tied = _expected(model), set(_tied(model).values())
+    aliases: dict[str, str] = model.all_tied_weights_keys  # names that are not stored, each with that of its tensor
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    expected, tied = set(model.state_dict()) - ignored - aliases.keys(), set(aliases.values())
     shared: dict[str, Tensor] = {}
     stored: list[set[str]] = []  # names in each file
     seen: set[str] = set()
@@ -102,17 +104,6 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     return model
-
-
-def _tied(model: PreTrainedModel) -> dict[str, str]:
-    """Return the names that are not stored, each with the name of the tensor that it shares."""
-    tied: dict[str, str] = model.all_tied_weights_keys
-    return tied
-
-
-def _expected(model: PreTrainedModel) -> set[str]:
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    return set(model.state_dict()) - ignored - _tied(model).keys()
 
 
 def _as_stored(tensor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def test_a_process_that_starts_again_goes_on_with_the_curve(tmp_path: Path) -> N
     follower.see(stages(2, (3.0, SIZE)), NOTHING)
     CurveFiles(tmp_path, FILE, print).write_if_due(follower)
     again = StagesFollower(FILE, None, print)
-    again.losses.begin(CurveFiles(tmp_path, FILE, print).read(), 2)
+    again.losses.begin(CurveFiles(tmp_path, FILE, print).read(), 2, NOTHING)
     again.see(stages(3, (1.0, SIZE)), NOTHING)
     assert again.losses.curve.series == {"training": [(2, 3.0), (3, 1.0)]}
 
