@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from common import json_row, write_json
+from link_cost import LinkCost
 from rich.console import Console
 from rich.table import Table
 from square_cube_link import NoNamespaces, link
 from square_cube_stage import MiddleStage, Shape
 
 from swarm_training.stages.compress.layers import BoundaryCompression
-from benchmarks.link_cost import LinkCost
 
 HIDDEN = 256, 512, 1024, 2048, 4096
 MBIT = 100, 500

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.link_cost import LinkCost
+sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
+
+from link_cost import LinkCost
+
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import encode
 from swarm_training.stages.compress.layers import boundary

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.link_cost import LinkCost
+sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
+
+from link_cost import LinkCost
+
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.engine.building import build_stage
