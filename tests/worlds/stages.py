@@ -94,7 +94,7 @@ class ToyStage:
 
 
 class ToySums:
-    """What ``StepSums`` asks for, as simply as it goes. Gradients are rounded so that their sums are exact."""
+    """What an ``Accumulator`` offers, as simply as it goes. Gradients are rounded so that their sums are exact."""
 
     def __init__(self, stage: ToyStage) -> None:
         self.step = 0

@@ -188,7 +188,7 @@ def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
     async def scenario() -> None:
         world = StageWorld(2, MICRO_BATCHES, CLIPPED)
         late, _ = await start(world, per_stage=1)
-        seen, late_steps = late.stage_peer._stages, set()
+        seen, late_steps = late.stage_peer.watch.view, set()
 
         def stages() -> RunStages:
             found = seen()
@@ -196,7 +196,7 @@ def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
             late_steps.update(late.state.step for _ in there)
             return replace(found, stages=(found.stages[0], there))
 
-        late.stage_peer._stages = stages  # type: ignore[method-assign]
+        late.stage_peer.watch.view = stages  # type: ignore[method-assign]
         await train(world, 2, ToyTrainer(world))
         assert late_steps >= {0, 1}
         require_equal_to_single(world, 2)
