@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,9 @@ from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
 from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.engine.work_queue import WorkItem, WorkKind, WorkQueue
+
+if TYPE_CHECKING:
+    from swarm_server.engine.engine import Engine
 
 T = TypeVar("T")
 
@@ -29,18 +32,12 @@ _NOBODY = Caller("")
 _FEW_POSITIONS = 32  # rows × positions: a step of up to this size counts as decoding (speculative decoding)
 
 
-class StepRunner(Protocol):
-    """The interface through which the scheduler uses the engine."""
-
-    def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]: ...
-
-
 class Scheduler:
     """A compute thread with the queue of its work."""
 
     def __init__(
         self,
-        engine: StepRunner,
+        engine: Engine,
         max_training: int,
         mixes_sessions: bool = True,
         counters: Counters | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,50 +13,25 @@ from swarm_models.kernels.attention import AttentionKernel, attention_kernel
 from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
-from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
 from swarm_server.engine.session_state import Session, SessionStep
 from swarm_server.gpu.cuda_recorder import CudaRecorder
-from swarm_server.gpu.step_replays import Attention, GraphRecorder, StepReplays
+from swarm_server.gpu.step_replays import StepReplays
 from swarm_server.gpu.trial import attention_is_right
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.rows_cache import BlockRuns, replaceable
+from swarm_server.kv.rows_cache import replaceable
 
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
+    from swarm_server.gpu.triton_attention import TritonAttention
 
 T = TypeVar("T")
 
 _SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, real errors are of order 1
 _SAME_IN_HALF = 5e-2  # for 16-bit floats: neighbouring values differ by about 4e-3
-
-
-class Steps(Protocol):
-    """A way to compute decode steps without the blocks' own code: ``StepGraphs`` or ``StepReplays``.
-
-    Attributes:
-        description: how steps are computed, as text for the log.
-        refusal: why no steps can be computed this way; None if they can.
-    """
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def refusal(self) -> str | None: ...
-
-    def run(
-        self,
-        blocks: Span,
-        hidden: Sequence[torch.Tensor],
-        positions: torch.Tensor,
-        places: Sequence[BlockRuns],
-        seen: Sequence[int],
-        adapter: PlacedAdapter | None = None,
-    ) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +47,7 @@ class Ways:
 
     in_place: bool = False
     attention: AttentionKernel | None = None
-    graphs: Steps | None = None
+    graphs: StepGraphs | StepReplays | None = None
     refusal: str = ""
 
 
@@ -93,7 +68,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     if in_place is None:
         return Ways(refusal="attention cannot read keys and values in place")
     ways, expected = in_place
-    return _with_graphs(ways, stack, layout, lambda tried: _same(try_rows(tried), expected))
+    return _with_graphs(ways, stack, layout, lambda tried: same(try_rows(tried), expected))
 
 
 def _tried(trial: Callable[[], T], on_error: Callable[[Exception], T]) -> T:
@@ -109,7 +84,7 @@ def _in_place(try_rows: Callable[[Ways], torch.Tensor]) -> tuple[Ways, torch.Ten
     expected = try_rows(Ways())
     for attention in (attention_kernel(), None):
         ways = Ways(in_place=True, attention=attention)
-        if _same(try_rows(ways), expected):
+        if same(try_rows(ways), expected):
             return ways, expected
     return None
 
@@ -139,8 +114,8 @@ def with_replays(
     stack: Stack,
     layout: StackLayout,
     try_rows: Callable[[Ways], torch.Tensor],
-    attention: Attention,
-    recorder: GraphRecorder,
+    attention: TritonAttention,
+    recorder: CudaRecorder,
 ) -> Ways:
     """Return ways with graphs for blocks on GPUs, if their trial gives the outputs of the blocks' own code."""
     refusal = _need_their_own_code(stack, layout)
@@ -155,7 +130,7 @@ def with_replays(
                     return f"the attention kernel gives other outputs than torch on {device}"
         outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
         tolerance = _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF
-        if replays.refusal is None and not _same(outputs, expected, tolerance):
+        if replays.refusal is None and not same(outputs, expected, tolerance):
             return "a graph gives other outputs than the blocks"
         return replays.refusal
 
@@ -178,7 +153,8 @@ def _longest_window(layout: StackLayout) -> int:
     return max(block.window or 0 for block in layout.blocks)
 
 
-def _same(outputs: torch.Tensor, expected: torch.Tensor, tolerance: float = _SAME) -> bool:
+def same(outputs: torch.Tensor, expected: torch.Tensor, tolerance: float = _SAME) -> bool:
+    """Return whether outputs differ by no more than rounding."""
     return bool((outputs - expected).abs().max() <= tolerance * expected.abs().max())
 
 
@@ -193,18 +169,32 @@ def can_join(engine: Engine) -> bool:
         seeing, alone = (
             engine.stateless.forward(engine.layout.hosted, BlockInput(hidden, joined=each))[:, 0] for each in joined
         )
-        return not _same(seeing, alone)
+        return not same(seeing, alone)
 
     return _tried(makes_a_difference, lambda error: False)
+
+
+def opened(engine: Engine, blocks: Span, reserved: int = 0) -> Session:
+    """Return a session of one row for a trial or a measurement, whose memory is not limited."""
+    return engine.open(blocks, 1, CacheBudget(2**62, 1).lease(""), reserved=reserved, shares=False)
+
+
+def outputs_of(engine: Engine, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor]:
+    """Return the outputs of the steps, or raise the error of one."""
+    outputs = []
+    for output in engine.run(batch):
+        if isinstance(output, Exception):
+            raise output
+        outputs.append(output)
+    return outputs
 
 
 def steps_of_two_lengths(engine: Engine) -> torch.Tensor:
     """Return the outputs of two prompts (one if rows cannot mix), then of a step of each, [positions, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
-    budget = CacheBudget(2**62, 1)
     sessions, outputs = [], []
     for length in (3, 1) if engine.mixes_rows else (3,):
-        sessions.append(engine.open(engine.layout.hosted, 1, budget.lease(""), shares=False))
+        sessions.append(opened(engine, engine.layout.hosted))
         outputs += _stepped(engine, sessions[-1:], length, generator)
     outputs += _stepped(engine, sessions, 1, generator)
     return torch.cat([output.flatten(0, 1) for output in outputs])
@@ -215,9 +205,4 @@ def _stepped(engine: Engine, sessions: list[Session], num_new: int, generator: t
     for session in sessions:
         hidden = torch.randn(1, num_new, engine.hidden_size, generator=generator)
         batch.append((session, SessionStep(session.length, BlockInput(hidden))))
-    outputs = []
-    for output in engine.run(batch):
-        if isinstance(output, Exception):
-            raise output
-        outputs.append(output)
-    return outputs
+    return outputs_of(engine, batch)

@@ -27,7 +27,7 @@ class CudaRecorder:
         self._failure: str | None = None  # a failed recording leaves torch's allocator in disorder
 
     def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
-        """Record ``compute``, see ``GraphRecorder``.
+        """Call ``compute``, which uses tensors at fixed addresses; return a call that does the same without Python.
 
         Raises:
             RuntimeError: ``compute`` synchronises with the GPU and cannot be recorded, or an earlier recording failed.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +19,14 @@ from swarm_protocol.span import Span
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.blocks.split_stack import Stack
+from swarm_server.gpu.cuda_recorder import CudaRecorder
 from swarm_server.gpu.row_tables import FIELDS, PARTS, row_tables
 from swarm_server.graph.recording import NotCapturable
 from swarm_server.graph.stand_in import StandInCache
 from swarm_server.kv.rows_cache import BlockRuns, attention_in_place
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from swarm_server.gpu.triton_attention import TritonAttention
 
 _MOST_ROWS = 256  # rows of a graph
 _MOST_NEW = 16  # new positions of a row: each reads all positions before it, so graphs are slow for long prompts
@@ -34,23 +38,6 @@ _BEYOND = (1000, 20_000, 1003)  # positions, beyond the longest window, at which
 _logger = logging.getLogger(__name__)
 
 
-class Attention(Protocol):
-    """The interface of ``TritonAttention``."""
-
-    def store(self, table: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-
-    def attend(
-        self, table: torch.Tensor, query: torch.Tensor, kv_heads: int, value_width: int, scaling: float
-    ) -> torch.Tensor: ...
-
-
-class GraphRecorder(Protocol):
-    """A recorder of the work that a GPU gets; see ``CudaRecorder``."""
-
-    def record(self, device: torch.device, compute: Callable[[], None]) -> Callable[[], None]:
-        """Call ``compute``, which uses tensors at fixed addresses; return a call that does the same without Python."""
-
-
 class StepReplays:
     """The graphs of one stack and its views. One thread at a time uses them.
 
@@ -60,7 +47,7 @@ class StepReplays:
 
     description = "graphs, which the GPU runs in one call"
 
-    def __init__(self, stack: Stack, longest_window: int, attention: Attention, recorder: GraphRecorder) -> None:
+    def __init__(self, stack: Stack, longest_window: int, attention: TritonAttention, recorder: CudaRecorder) -> None:
         self._stack = stack
         self._longest_window = longest_window
         self._attention = attention
@@ -170,7 +157,7 @@ class _Replay:
     """A graph of a step of ``num_rows`` rows. Unused rows have no positions, and any hidden states."""
 
     def __init__(
-        self, stack: BlockStack, num_rows: int, length: int, attention: Attention, recorder: GraphRecorder
+        self, stack: BlockStack, num_rows: int, length: int, attention: TritonAttention, recorder: CudaRecorder
     ) -> None:
         """Prepare the memory. ``length``: the number of positions that the stand-in cache reports to the blocks."""
         self.num_rows = num_rows
@@ -221,7 +208,7 @@ class _NothingStored(StandInCache):
 class _StoredInPlace(StandInCache):
     """A cache with keys and values where the table says. It ignores masks, which would be the same each time."""
 
-    def __init__(self, num_blocks: int, length: int, table: torch.Tensor, attention: Attention) -> None:
+    def __init__(self, num_blocks: int, length: int, table: torch.Tensor, attention: TritonAttention) -> None:
         super().__init__(num_blocks, length)
         self._table = table
         self._attention = attention

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from swarm_server.gpu.row_tables import CAPACITY, FIELDS, KEYS, LENGTH, PARTS, VALUES
-from swarm_server.gpu.step_replays import Attention
+
+if TYPE_CHECKING:
+    from swarm_server.gpu.triton_attention import TritonAttention
 
 _HEADS, _KV_HEADS, _WIDTH = 6, 2, 64
 _PARTS = ((8, 3), (2600, 2500))  # capacity and positions of each part; the last part first
 _TOLERANCE = 2e-2  # relative, for sums that are rounded to bfloat16
 
 
-def attention_is_right(attention: Attention, device: torch.device, dtype: torch.dtype) -> bool:
+def attention_is_right(attention: TritonAttention, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a kernel stores a position, and attends to it and 2502 others in two pages, as torch does."""
     generator = torch.Generator().manual_seed(0)
 

@@ -56,14 +56,10 @@ class _RecordingCache(StandInCache):
     def attended(
         self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        query, keys, values = (_with_rows_of_floats(tensor) for tensor in (query, keys, values))
+        query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
         output = torch.empty(len(query), 1, query.shape[1], values.shape[3])
         self._recorder.add("attend", output, query, keys, values, block=block, scaling=scaling)
         return output
-
-
-def _with_rows_of_floats(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @contextmanager

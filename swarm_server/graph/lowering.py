@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,11 +80,16 @@ def _operand(value: Any, sizes: Sequence[int]) -> StridedAddress:
 
 def _unary(kind: Opcode) -> Callable[[Operation], list[Lowered]]:
     def lower(operation: Operation) -> list[Lowered]:
-        out, a = operation.output, operation.arguments[0]
-        _floats(out, a)
-        return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+        return _elementwise(kind, operation.output, operation.arguments[0])
 
     return lower
+
+
+def _elementwise(kind: Opcode, out: TensorView, a: TensorView) -> list[Lowered]:
+    _floats(out)
+    if kind != Opcode.FROM_INT64:
+        _floats(a)
+    return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
 
 
 def _binary(kind: Opcode) -> Callable[[Operation], list[Lowered]]:
@@ -100,18 +105,8 @@ def _binary(kind: Opcode) -> Callable[[Operation], list[Lowered]]:
 
 
 def _to_copy(operation: Operation) -> list[Lowered]:
-    out, a = operation.output, operation.arguments[0]
-    _floats(out)
-    kind = Opcode.FROM_INT64 if a.dtype == torch.int64 else Opcode.COPY
-    if kind == Opcode.COPY:
-        _floats(a)
-    return [Lowered(kind, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
-
-
-def _copy_into(operation: Operation) -> list[Lowered]:
-    out, a = operation.arguments[:2]
-    _floats(out, a)
-    return [Lowered(Opcode.COPY, out.sizes, (_spread(out, out.sizes), _spread(a, out.sizes)))]
+    a = operation.arguments[0]
+    return _elementwise(Opcode.FROM_INT64 if a.dtype == torch.int64 else Opcode.COPY, operation.output, a)
 
 
 def _gelu(operation: Operation) -> list[Lowered]:
@@ -170,19 +165,18 @@ def _cat(operation: Operation) -> list[Lowered]:
 
 
 def _stack(operation: Operation) -> list[Lowered]:
+    """Lower to copies like those of ``_cat``, of views that are one wide in the new dimension."""
     views, *rest = operation.arguments
-    out, dim = operation.output, rest[0] if rest else 0
-    dim %= len(out.sizes)
-    _floats(out, *views)
-    strides = out.strides[:dim] + out.strides[dim + 1 :]
-    return [
-        Lowered(
-            Opcode.COPY,
-            view.sizes,
-            (StridedAddress(out.memory, out.offset + i * out.strides[dim], strides), _spread(view, view.sizes)),
+    dim = (rest[0] if rest else 0) % len(operation.output.sizes)
+    wide = [
+        replace(
+            view,
+            sizes=(*view.sizes[:dim], 1, *view.sizes[dim:]),
+            strides=(*view.strides[:dim], 0, *view.strides[dim:]),
         )
-        for i, view in enumerate(views)
+        for view in views
     ]
+    return _cat(replace(operation, arguments=(wide, dim)))
 
 
 def _product(operation: Operation) -> list[Lowered]:
@@ -223,7 +217,7 @@ _TABLE: dict[str, Callable[[Operation], list[Lowered]]] = {
     "aten.mm.default": _matrix_product,
     "aten._to_copy.default": _to_copy,
     "aten.clone.default": _unary(Opcode.COPY),
-    "aten.copy_.default": _copy_into,
+    "aten.copy_.default": lambda operation: _elementwise(Opcode.COPY, *operation.arguments[:2]),
     "aten.gelu.default": _gelu,
     "aten.pow.Tensor_Scalar": _pow,
     "aten.mean.dim": _mean,

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarm_server.graph.recording import NotCapturable
 from swarm_server.kv.rows_attention import is_plain_sdpa
-from swarm_server.kv.rows_cache import RowsCache
+from swarm_server.kv.rows_cache import BlockRuns, RowsCache
 
 
 class StandInCache(RowsCache):
@@ -23,8 +23,7 @@ class StandInCache(RowsCache):
 
     def __init__(self, num_blocks: int, length: int) -> None:
         """Set the ``length`` of all rows, the new position included; it is longer than any window."""
-        super().__init__([], length, 1, in_place=True)
-        self._num_blocks = num_blocks
+        super().__init__([BlockRuns((), (), ())] * num_blocks, length, 1, in_place=True)
         self._newest: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.windows: dict[int, int | None] = {}
 
@@ -73,12 +72,3 @@ class StandInCache(RowsCache):
         self.windows[block] = self.window_of(mask)
         scaling = options.get("scaling")
         return self.attended(block, query, keys, values, float(query.shape[3] ** -0.5 if scaling is None else scaling))
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * self._num_blocks
-
-    is_linear = is_dummy = is_sliding
-
-    def __len__(self) -> int:
-        return self._num_blocks

@@ -19,7 +19,7 @@ from swarm_protocol.system import processor_name
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Session, SessionStep
-from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.engine.ways import opened, outputs_of
 from swarm_server.machine.cores import CoreShare
 
 _logger = logging.getLogger(__name__)
@@ -49,21 +49,17 @@ class Speeds:
 
 def measure(engine: Engine, blocks: Span) -> Speeds:
     """Return the speeds through ``blocks``, from decode steps after a short prompt and from prompts of 64 tokens."""
-    session = _open(engine, blocks)
+    session = opened(engine, blocks, _FORWARD_TOKENS)
     _step(engine, session, 0, _CONTEXT_TOKENS)
     decode = _per_second(lambda number: _step(engine, session, _CONTEXT_TOKENS + number % _CONTEXT_TOKENS, 1))
     engine.close(session)
 
     def prompt(_number: int) -> None:
-        session = _open(engine, blocks)
+        session = opened(engine, blocks, _FORWARD_TOKENS)
         _step(engine, session, 0, _FORWARD_TOKENS)
         engine.close(session)
 
     return Speeds(decode, _FORWARD_TOKENS * _per_second(prompt))
-
-
-def _open(engine: Engine, blocks: Span) -> Session:
-    return engine.open(blocks, 1, CacheBudget(2**62, 1).lease(""), reserved=_FORWARD_TOKENS, shares=False)
 
 
 def _per_second(call: Callable[[int], None]) -> float:
@@ -79,9 +75,7 @@ def _per_second(call: Callable[[int], None]) -> float:
 def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None:
     hidden = torch.zeros(1, num_tokens, engine.hidden_size)
     positions = torch.arange(start, start + num_tokens)[None]
-    (output,) = engine.run([(session, SessionStep(start, BlockInput(hidden, None, positions)))])
-    if isinstance(output, Exception):
-        raise output
+    outputs_of(engine, [(session, SessionStep(start, BlockInput(hidden, None, positions)))])
 
 
 # ---------------------------------------------------------------- while the server works

@@ -7,7 +7,6 @@ import itertools
 import torch
 
 from swarm_server.gpu.row_tables import CAPACITY, FIELDS, KEYS, LENGTH, PARTS, VALUES
-from swarm_server.gpu.step_replays import Attention
 from tests.unit.server.gpu.stand_ins import attended
 
 PLACES = ((7, 3), (64, 64), (200, 131), (40, 1))  # capacity and positions of the parts of a row
@@ -41,7 +40,7 @@ class Pages:
 
 
 def check(
-    attention: Attention, heads: int, kv_heads: int, width: int, value_width: int, dtype: torch.dtype, device: str
+    attention: object, heads: int, kv_heads: int, width: int, value_width: int, dtype: torch.dtype, device: str
 ) -> None:
     pages = Pages(kv_heads, width, value_width, dtype, device)
     table = pages.table.to(device)
