@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Self
 
 
 class undone_on_error(AbstractContextManager[None]):
@@ -61,6 +62,19 @@ class logged_errors(AbstractContextManager[None]):
         else:
             self._logger.log(self._level, self._message, *self._arguments, exc_info=error)
         return True
+
+
+class Closing:
+    """An object that has to be closed, as the end of its context does."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
 
 def call_after(owner: object, function: Callable[..., object], *arguments: object) -> None:

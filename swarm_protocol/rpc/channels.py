@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import grpc
 
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
-from swarm_protocol.rpc.shared import num_cancellations, result_of
+from swarm_protocol.rpc.shared import has_result, num_cancellations, result_of
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, from_status
 
 _CONNECT_TIMEOUT_S = 3.0
+Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 
 
-class PinnedChannels:
-    """A pool of channels that stay open; concurrent callers share one connection attempt. Used on one event loop."""
+class SharedChannels:
+    """A pool of channels that stay open. Used on one event loop."""
 
-    def __init__(self, credentials: ClientCredentials) -> None:
-        self._credentials = credentials
+    def __init__(self, connect: Connect, options: list[tuple[str, int]]) -> None:
+        """Create a pool; ``connect`` is ``pinned_channel`` with credentials, or ``Dialer.connect``."""
+        self._connect, self._options = connect, options
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
         self._is_closed = False
 
-    async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
-        """Return the channel to ``HOST:PORT``; raise PeerUnavailable if the peer is not reached, or the pool is closed.
-
-        Create a stub for the channel without awaiting in between: with a closed channel, gRPC ends the process.
-        """
-        if self._is_closed:
-            raise _closed(peer_id)
-        key = address, tls_fingerprint
+    async def _channel(self, fingerprint: bytes, address: str, peer_id: str = "") -> grpc.aio.Channel:
+        """Return a channel; callers share one attempt to connect, which continues even if no caller waits any more."""
+        key = address, fingerprint
         if key not in self._channels:
-            opening = pinned_channel(self._credentials, address, tls_fingerprint, CLIENT_OPTIONS, _CONNECT_TIMEOUT_S)
-            self._channels[key] = asyncio.ensure_future(opening)
-        connecting = self._channels[key]
-        try:
-            channel = await result_of(connecting, peer_id)
-        except (PeerUnavailable, BadReply) as error:
-            if self._channels.get(key) is connecting:
-                del self._channels[key]
-            raise PeerUnavailable(str(error), peer_id) from None
-        if self._is_closed:
-            raise _closed(peer_id)
-        return channel
+            self._channels[key] = connecting = asyncio.ensure_future(
+                self._connect(address, fingerprint, self._options, _CONNECT_TIMEOUT_S)
+            )
+            connecting.add_done_callback(partial(self._forget_failure, key))
+        return await result_of(self._channels[key], peer_id)
+
+    def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
+        """Remove a connection that failed, even if nobody waits for it any more, so that the next call tries again."""
+        if not has_result(connecting) and self._channels.get(key) is connecting:
+            del self._channels[key]
 
     async def close(self) -> None:
         self._is_closed = True
@@ -56,8 +52,25 @@ class PinnedChannels:
                 await (await connecting).close()
 
 
-def _closed(peer_id: str) -> PeerUnavailable:
-    return PeerUnavailable("the connections to other peers are closed", peer_id)
+class PinnedChannels(SharedChannels):
+    """A pool of channels to peers at known addresses."""
+
+    def __init__(self, credentials: ClientCredentials) -> None:
+        super().__init__(partial(pinned_channel, credentials), CLIENT_OPTIONS)
+
+    async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
+        """Return the channel to ``HOST:PORT``; raise PeerUnavailable if the peer is not reached, or the pool is closed.
+
+        Create a stub for the channel without awaiting in between: with a closed channel, gRPC ends the process.
+        """
+        if not self._is_closed:
+            try:
+                channel = await self._channel(tls_fingerprint, address, peer_id)
+            except (PeerUnavailable, BadReply) as error:
+                raise PeerUnavailable(str(error), peer_id) from None
+            if not self._is_closed:
+                return channel
+        raise PeerUnavailable("the connections to other peers are closed", peer_id)
 
 
 @asynccontextmanager

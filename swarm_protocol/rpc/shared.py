@@ -54,6 +54,11 @@ async def result_of(task: asyncio.Future[T], peer_id: str = "") -> T:
         raise
 
 
+def has_result(task: asyncio.Future[Any]) -> bool:
+    """Return whether the task has ended without an error."""
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
 def is_cancelled() -> bool:
     """Return whether the current task itself is being cancelled, rather than the task that it awaits."""
     return num_cancellations() > 0

@@ -18,7 +18,7 @@ from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import tunnel_pb2 as pb
-from swarm_protocol.rpc.shared import result_of
+from swarm_protocol.rpc.shared import has_result, result_of
 from swarm_protocol.streams.frames import framed, read_message, write, write_message
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import Stream, Streams
@@ -74,8 +74,7 @@ class Dialer:
     def relay_of(self, address: str) -> str:
         """Return the relay that carries connections to this address now; empty if they bypass it, or there is none."""
         port = self._ports.get(address)
-        is_open = port is not None and port.done() and not port.cancelled() and not port.exception()
-        is_past = port is not None and is_open and port.result().is_past_relay
+        is_past = port is not None and has_result(port) and port.result().is_past_relay
         return "" if is_past else relay_of(address)
 
     async def close(self) -> None:
@@ -90,7 +89,7 @@ class Dialer:
         opening = self._ports.get(address)
         if opening is None or not opening.done() or address in self._waiting:
             return
-        if opening.cancelled() or opening.exception() is not None:
+        if not has_result(opening):
             del self._ports[address]
         elif opening.result().is_unused:
             opening.result().close()
@@ -298,7 +297,7 @@ async def first_reached(
 
 
 def _close_unneeded(attempt: asyncio.Future[grpc.aio.Channel]) -> None:
-    if not attempt.cancelled() and attempt.exception() is None:
+    if has_result(attempt):
         closing = asyncio.ensure_future(attempt.result().close())
         _closing.add(closing)
         closing.add_done_callback(_closing.discard)

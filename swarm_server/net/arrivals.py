@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.failures import Closing
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import MIB, PART_BYTES
@@ -22,7 +21,7 @@ _LEAST_PART_BYTES = PART_BYTES // 16  # on average; peers cut tensors at PART_BY
 class Arrivals:
     """The memory of all requests that are still arriving or wait to be computed. Used on one event loop only.
 
-    Each stream uses the view that ``of`` returns for its client.
+    Each stream uses the view that ``of`` returns for its client, which may not take all the room.
     """
 
     def __init__(
@@ -30,55 +29,43 @@ class Arrivals:
         capacity_bytes: int = CAPACITY_BYTES,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         min_bytes_per_s: float = MIN_BYTES_PER_S,
+        shares: Shares | None = None,
+        client: Caller | None = None,
     ) -> None:
+        """Create an empty memory, or the view of a ``client`` on the ``shares`` of all."""
         self.capacity_bytes = capacity_bytes
         self.stall_timeout_s = stall_timeout_s
         self.min_bytes_per_s = min_bytes_per_s
-        self._shares = Shares(capacity_bytes)
+        self._shares = shares or Shares(capacity_bytes)
+        self._client = client
 
     @property
     def used_bytes(self) -> int:
         return self._shares.used
 
     def of(self, caller: Caller) -> Arrivals:
-        """Return a view of these arrivals for one client, which counts here and may not take all the room."""
-        return _ClientArrivals(self, caller)
+        """Return the view for one client."""
+        return Arrivals(self.capacity_bytes, self.stall_timeout_s, self.min_bytes_per_s, self._shares, caller)
 
     def take(self, size_bytes: int) -> None:
         """Reserve bytes. Raise PeerBusy if there is no room."""
-        if self.used_bytes + size_bytes > self.capacity_bytes:
+        fits, of_client = self.used_bytes + size_bytes <= self.capacity_bytes, ""
+        if self._client is not None:
+            fits = self._shares.fits(self._client, size_bytes)
+            of_client = f", {self._shares.held(self._client)} of them by this client"
+        if not fits:
             raise PeerBusy(
                 f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
-                f"{self.capacity_bytes} bytes are in use"
+                f"{self.capacity_bytes} bytes are in use{of_client}"
             )
-        self._shares.add(_NOBODY, size_bytes)
+        self._shares.add(self._client or _NOBODY, size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
-        self._shares.add(_NOBODY, -size_bytes)
+        self._shares.add(self._client or _NOBODY, -size_bytes)
 
     def pace(self) -> TransferDeadline:
         """Return the pace of one request."""
         return TransferDeadline(self.stall_timeout_s, self.min_bytes_per_s)
-
-
-class _ClientArrivals(Arrivals):
-    """The arrivals of one client."""
-
-    def __init__(self, everything: Arrivals, caller: Caller) -> None:
-        super().__init__(everything.capacity_bytes, everything.stall_timeout_s, everything.min_bytes_per_s)
-        self._shares = everything._shares
-        self._caller = caller
-
-    def take(self, size_bytes: int) -> None:
-        if not self._shares.fits(self._caller, size_bytes):
-            raise PeerBusy(
-                f"no room for {size_bytes} bytes more of requests that are arriving: {self.used_bytes} of "
-                f"{self.capacity_bytes} bytes are in use, {self._shares.held(self._caller)} of them by this client"
-            )
-        self._shares.add(self._caller, size_bytes)
-
-    def give_back(self, size_bytes: int) -> None:
-        self._shares.add(self._caller, -size_bytes)
 
 
 class TransferDeadline:
@@ -99,7 +86,7 @@ class TransferDeadline:
         self.left_s = min(self._most_s, self.left_s - waited_s + size_bytes / self._min_bytes_per_s)
 
 
-class ByteReservation:
+class ByteReservation(Closing):
     """Bytes that count as used until the reservation is closed; also a context manager."""
 
     def __init__(self, arrivals: Arrivals) -> None:
@@ -115,26 +102,19 @@ class ByteReservation:
         self._arrivals.give_back(self._size_bytes)
         self._size_bytes = 0
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
-
-
-class ArrivingTensor:
+class ArrivingTensor(Closing):
     """A tensor whose parts count as used memory while they arrive, until it is closed; also a context manager.
 
     Raises:
         PeerBusy: at construction and in ``add``, if there is no room.
     """
 
-    def __init__(self, arrivals: Arrivals, assembler: Assembler, waits: bool = False) -> None:
-        """Create the tensor. If ``waits``, it counts even if it came in one part, since it waits to be computed."""
+    def __init__(self, arrivals: Arrivals, assembler: Assembler) -> None:
+        """Create the tensor. It counts even if it came in one part, since it waits to be computed."""
         self._assembler = assembler
         self._reservation = ByteReservation(arrivals)
-        if waits or not assembler.complete:
-            self._reservation.take(assembler.received_bytes)
+        self._reservation.take(assembler.received_bytes)
         self._parts_left = _FEW_PARTS + assembler.size_bytes // _LEAST_PART_BYTES
 
     @property
@@ -156,9 +136,3 @@ class ArrivingTensor:
 
     def close(self) -> None:
         self._reservation.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -10,19 +10,11 @@ from typing import Any
 import torch
 
 from swarm_protocol.errors import RequestRejected, SessionLost
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.codec import Assembler
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, TransferDeadline
 
 _LARGE_BYTES = 16 * 1024  # of a message that takes a while on a slow line, unlike a step of one token
-
-
-async def cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancel the task, and return when it has ended in any way."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
 
 
 class Incoming:
@@ -79,7 +71,7 @@ class Incoming:
     async def aclose(self) -> None:
         """Cancel the prefetch, after which the messages may be closed; closing fails while a read is under way."""
         if self._ahead is not None:
-            await cancelled(self._ahead)
+            await end_tasks([self._ahead])
 
     async def first(self, *kinds: str) -> Any:
         """Return the next message. Raise RequestRejected if it is not of one of these kinds."""
@@ -93,7 +85,7 @@ class Incoming:
 
         Raise PeerBusy if there is no room.
         """
-        arriving = request.enter_context(ArrivingTensor(self._arrivals, assembler, waits=True))
+        arriving = request.enter_context(ArrivingTensor(self._arrivals, assembler))
         while not arriving.complete:
             arriving.add((await self.first("more")).more)
         return arriving.tensor()

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -15,7 +15,8 @@ from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
-from swarm_protocol.rpc.shared import result_of
+from swarm_protocol.rpc.channels import Connect, SharedChannels
+from swarm_protocol.rpc.shared import has_result
 from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, MAX_UNTAKEN
@@ -23,60 +24,40 @@ from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import FirstStatus
 from swarm_server.net.push_bundle import PushStream
 
+if TYPE_CHECKING:
+    from swarm_server.net.neighbours import Neighbours
+
 _logger = logging.getLogger(__name__)
-_CONNECT_TIMEOUT_S = 3.0
 _IDLE_S = 60.0  # longer than the time between two rounds of measurement
 _MAX_ADDRESSES = 4  # of one server that are tried
 _LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _MAX_SETTLED_BYTES = 64 * 1024  # of a step that is kept until the next one, which may take minutes
 
-Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 Parts = list[bytes]
 GiveUp = Callable[[pb.Step, Parts], Awaitable[None]]
 
 
-class Reachable(Protocol):
-    """The interface by which a pusher reaches servers by peer id, see ``Neighbours``."""
-
-    async def stub(self, peer_id: str) -> BlocksStub: ...
-
-    async def push_stream(self, peer_id: str) -> PushStream: ...
-
-
-class ChannelPool:
+class ChannelPool(SharedChannels):
     """The pool of connections to other servers; sessions share them, and unused ones are closed because a relay has
     room for a limited number only.
     """
 
     def __init__(self, connect: Connect, idle_s: float = _IDLE_S) -> None:
         """Create a pool. For ``connect``, see ``Dialer.connect``; ``idle_s``: close a connection without calls then."""
-        self._connect = connect
-        self._options = [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))]
-        self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        super().__init__(connect, [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))])
         self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
-        self._is_closed = False
 
     async def stub(self, server: ServerRecord) -> BlocksStub:
         """Return a stub. Raise PeerUnavailable or BadReply if the pool is closed or the server cannot be reached."""
         addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
         self._forget_lost()
         known = (self._channels.get((address, fingerprint)) for address in addresses)
-        channel = next((task.result() for task in known if task is not None and _is_open(task)), None)
+        channel = next((task.result() for task in known if task is not None and has_result(task)), None)
         if channel is None and not self._is_closed:
             _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
         if channel is None or self._is_closed:  # gRPC ends the process that makes a stub of a closed channel
             raise PeerUnavailable("the connections to other servers are closed", server.peer_id)
         return BlocksStub(channel)  # type: ignore[no-untyped-call]
-
-    async def _channel(self, fingerprint: bytes, address: str) -> grpc.aio.Channel:
-        """Return a channel; callers share one attempt to connect, which continues even if no caller waits any more."""
-        key = address, fingerprint
-        if key not in self._channels:
-            self._channels[key] = connecting = asyncio.ensure_future(
-                self._connect(address, fingerprint, self._options, _CONNECT_TIMEOUT_S)
-            )
-            connecting.add_done_callback(partial(self._forget_failure, key))
-        return await result_of(self._channels[key])
 
     def _forget_lost(self) -> None:
         """Remove channels that are idle, or whose server is gone or has moved. A stub keeps its own channel alive.
@@ -84,29 +65,12 @@ class ChannelPool:
         A channel connects with its first call.
         """
         for key, connecting in list(self._channels.items()):
-            state = connecting.result().get_state() if _is_open(connecting) else None
+            state = connecting.result().get_state() if has_result(connecting) else None
             if state is grpc.ChannelConnectivity.READY:
                 self._seen_ready.add(connecting)
             elif state in _LOST or connecting in self._seen_ready:
                 del self._channels[key]
         self._seen_ready.intersection_update(self._channels.values())
-
-    def _forget_failure(self, key: tuple[str, bytes], connecting: asyncio.Task[grpc.aio.Channel]) -> None:
-        """Remove a connection that failed, even if nobody waits for it any more, so that the next call tries again."""
-        if (connecting.cancelled() or connecting.exception() is not None) and self._channels.get(key) is connecting:
-            del self._channels[key]
-
-    async def close(self) -> None:
-        self._is_closed = True
-        while self._channels:
-            _, connecting = self._channels.popitem()
-            connecting.cancel()
-            if _is_open(connecting):
-                await connecting.result().close()
-
-
-def _is_open(connecting: asyncio.Task[grpc.aio.Channel]) -> bool:
-    return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
 class Pusher:
@@ -117,7 +81,7 @@ class Pusher:
     shows that a settled one arrived.
     """
 
-    def __init__(self, neighbours: Reachable, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
+    def __init__(self, neighbours: Neighbours, hop: pb.NextHop, give_up: GiveUp, is_bundled: bool = False) -> None:
         """Start to connect at once. If ``is_bundled``, small steps share a stream with those of other sessions."""
         self._hop = hop
         self._neighbours, self._is_bundled = neighbours, is_bundled
@@ -130,7 +94,7 @@ class Pusher:
         self.retired = False
         self._stub: BlocksStub | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
-        self._connecting = asyncio.ensure_future(self._connect(neighbours))
+        self._connecting = asyncio.ensure_future(self._connect())
         self._reading: asyncio.Task[Any] | None = None
         self._writing: asyncio.Task[Any] | None = None
 
@@ -229,9 +193,9 @@ class Pusher:
         async with self._taken:
             self._taken.notify_all()
 
-    async def _connect(self, neighbours: Reachable) -> None:
+    async def _connect(self) -> None:
         try:
-            self._stub = await neighbours.stub(self._hop.peer_id)
+            self._stub = await self._neighbours.stub(self._hop.peer_id)
         except (PeerUnavailable, BadReply) as error:
             self._lost(error)
 

@@ -11,6 +11,7 @@ import grpc
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.printable import printable
@@ -57,12 +58,10 @@ class PushStream:
         finally:
             self.ended = True
             self._call.cancel()
-            for task in tasks:
-                task.cancel()
             waiting, self._waiting = self._waiting, {}
             for taken in waiting.values():
                 _set(taken, False)
-            for error in await asyncio.gather(*tasks, return_exceptions=True):
+            for error in await end_tasks(tasks):
                 if isinstance(error, grpc.RpcError):
                     _, details = await self._first.instead_of(error.code(), error.details())
                     _logger.info("a stream to another server broke: %s", printable(details or "no details"))

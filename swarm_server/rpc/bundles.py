@@ -16,10 +16,11 @@ from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected, SessionL
 from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
+from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
 from swarm_server.net.arrivals import Arrivals, ByteReservation
-from swarm_server.net.incoming import Incoming, cancelled
+from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import require_key
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession, Reply, Result, Send
@@ -285,7 +286,7 @@ async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[
                 return None
         return reading.result()
     finally:
-        await cancelled(reading)
+        await end_tasks([reading])
 
 
 async def _send_all(outbox: Outbox[Any]) -> None:
@@ -301,13 +302,9 @@ def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Call
             hosted = find(entry.session_key)
         except SessionLost:  # the session's own stream has reported why
             return
-        tasks.start(hosted, entry.step, arrivals, _ignore)
+        tasks.start(hosted, entry.step, arrivals, lambda _could_be: None)
 
     return take
-
-
-def _ignore(_could_be: bool) -> None:
-    pass
 
 
 def take_pushed(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.failures import Closing
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_RESENT, MAX_RESENT_BYTES, MAX_RESENT_STEPS
 from swarm_server.net.arrivals import Arrivals, ArrivingTensor, ByteReservation
@@ -14,7 +15,7 @@ from swarm_server.sessions.sessions import HostedSession
 _STEP_BYTES = 1024  # that a step without data occupies in memory, in addition to its size on the wire
 
 
-class StepReader:
+class StepReader(Closing):
     """The reader that assembles the steps of one stream. Its context drops a step that is incomplete at the end."""
 
     def __init__(self, hosted: HostedSession, arrivals: Arrivals, one_refusal: bool = False) -> None:
@@ -46,7 +47,7 @@ class StepReader:
             return
         self._refused_number = None
         try:
-            self._step, self._arriving = step, ArrivingTensor(self._arrivals, self._hosted.start(step), waits=True)
+            self._step, self._arriving = step, ArrivingTensor(self._arrivals, self._hosted.start(step))
         except (RequestRejected, PeerBusy) as error:
             await self._refuse(step, error)
             return
@@ -89,12 +90,6 @@ class StepReader:
     def _has_refused(self, step: pb.Step) -> None:
         if self._one_refusal:
             self._refused_number = step.number
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 async def read_resent(incoming: Incoming, first: pb.RerouteRequest, reservation: ByteReservation) -> list[pb.Step]:

@@ -46,10 +46,6 @@ class TestRoom:
         header = pb.Tensor(dtype=pb.FLOAT32, shape=[MIB], size_bytes=4 * MIB)
         assert not ArrivingTensor(arrivals, Assembler(header)).complete
 
-    def test_what_is_there_at_once_needs_no_room(self) -> None:
-        header, _ = encode(torch.ones(7))
-        assert ArrivingTensor(Arrivals(1), Assembler(header)).complete
-
     def test_there_is_no_room_for_more_at_once(self) -> None:
         arrivals = Arrivals(8 * MIB)
         first, second = arriving(arrivals), arriving(arrivals, 2)
@@ -77,7 +73,7 @@ class TestRoom:
 
     def test_what_waits_to_be_computed_counts_as_well(self) -> None:
         arrivals, (header, _) = Arrivals(100), encode(torch.ones(7))
-        with ArrivingTensor(arrivals, Assembler(header), waits=True) as tensor:
+        with ArrivingTensor(arrivals, Assembler(header)) as tensor:
             assert tensor.complete and arrivals.used_bytes == 28
         assert arrivals.used_bytes == 0
 
