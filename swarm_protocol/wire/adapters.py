@@ -67,24 +67,18 @@ class Adapter:
             prompts=tuple(part for part in self.prompts if part.block in span),
         )
 
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
-        """Return the same adapter with ``change`` applied to every tensor."""
+    def mapped(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Adapter:
+        """Return the same adapter with ``change(tensor, block)`` applied to every tensor."""
+        pairs = ((part, change(part.a, part.block), change(part.b, part.block)) for part in self.low_rank)
         return replace(
             self,
-            low_rank=tuple(replace(part, a=change(part.a), b=change(part.b)) for part in self.low_rank),
-            prompts=tuple(replace(prompt, values=change(prompt.values)) for prompt in self.prompts),
+            low_rank=tuple(replace(part, a=a, b=b) for part, a, b in pairs),
+            prompts=tuple(replace(prompt, values=change(prompt.values, prompt.block)) for prompt in self.prompts),
         )
 
     def moved(self, device_of: Callable[[int], torch.device]) -> Adapter:
         """Return the same adapter with the tensors of each block on its device."""
-        return replace(
-            self,
-            low_rank=tuple(
-                replace(part, a=part.a.to(device_of(part.block)), b=part.b.to(device_of(part.block)))
-                for part in self.low_rank
-            ),
-            prompts=tuple(replace(prompt, values=prompt.values.to(device_of(prompt.block))) for prompt in self.prompts),
-        )
+        return self.mapped(lambda tensor, block: tensor.to(device_of(block)))
 
     @property
     def is_empty(self) -> bool:

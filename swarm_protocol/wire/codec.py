@@ -224,11 +224,7 @@ def encode_positions(ids: torch.Tensor | None) -> pb.Tensor | None:
     """
     if ids is None:
         return None
-    if ids.numel() > MAX_POSITION_IDS:
-        raise RequestRejected(
-            f"{' × '.join(map(str, ids.shape))} positions are too many to be sent at once: expected at most "
-            f"{MAX_POSITION_IDS} in all; use fewer rows or shorter ones"
-        )
+    _require_few(ids, "positions")
     if ids.numel() and int(ids.abs().max()) > torch.iinfo(torch.int32).max:
         raise RequestRejected(f"position ids from {int(ids.min())} to {int(ids.max())} are outside any model")
     return encode(ids.to(torch.int32))[0]
@@ -238,12 +234,16 @@ def encode_joined(joined: torch.Tensor | None) -> pb.Tensor | None:
     """Encode ``BlockInput.joined`` in one part; raise RequestRejected if it has too many entries for a message."""
     if joined is None:
         return None
-    if joined.numel() > MAX_POSITION_IDS:
-        raise RequestRejected(
-            f"{' × '.join(map(str, joined.shape))} positions with pictures are too many to be sent at once: "
-            f"expected at most {MAX_POSITION_IDS} in all; use fewer rows or shorter ones"
-        )
+    _require_few(joined, "positions with pictures")
     return encode(joined.to(torch.uint8))[0]
+
+
+def _require_few(tensor: torch.Tensor, what: str) -> None:
+    if tensor.numel() > MAX_POSITION_IDS:
+        raise RequestRejected(
+            f"{' × '.join(map(str, tensor.shape))} {what} are too many to be sent at once: expected at most "
+            f"{MAX_POSITION_IDS} in all; use fewer rows or shorter ones"
+        )
 
 
 def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:

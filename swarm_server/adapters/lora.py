@@ -56,7 +56,7 @@ class PlacedAdapter:
 
     def trainable(self, span: Span) -> PlacedAdapter:
         """Return the adapter's part over ``span``, with tensors of its own that take gradients."""
-        part = self.adapter.over(span).mapped(lambda tensor: tensor.detach().requires_grad_())
+        part = self.adapter.over(span).mapped(lambda tensor, _block: tensor.detach().requires_grad_())
         return PlacedAdapter.of(self.key, part)
 
 

@@ -37,10 +37,6 @@ class AdapterStore(SharedStore):
         """Return the most bytes that one adapter may have."""
         return min(MAX_ADAPTER_BYTES, self.share_bytes)
 
-    def add(self, placed: PlacedAdapter, size_bytes: int, client: Caller) -> None:
-        """Keep an adapter for which ``size_bytes`` have been taken."""
-        self.put(placed.key, placed, size_bytes, client)
-
     @contextmanager
     def using(self, name: pb.AdapterName) -> Iterator[PlacedAdapter]:
         """Yield the adapter, and keep it while the context is active.
@@ -87,7 +83,7 @@ class IncomingAdapter:
 
     def keep(self, placed: PlacedAdapter) -> None:
         """Keep the finished adapter in place of its parts."""
-        self._store.add(placed, len(self.data), self._client)
+        self._store.put(placed.key, placed, len(self.data), self._client)
         self.data = bytearray()
 
     def __enter__(self) -> IncomingAdapter:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,21 +16,10 @@ from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_models.quantization.experts import deciding_parts
 from swarm_models.quantization.stored_experts import take_out_experts
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import any_error_as
+from swarm_server.blocks.packed_layers import PackedLayers
 
 NARROW = {torch.bfloat16, torch.float16}
-
-
-class LayerSource(Protocol):
-    """A source that makes finished layers of stored tensors, without reading a whole weight.
-
-    Attributes:
-        takes_experts: whether ``replace`` and ``transform`` can handle the result of ``take_out_experts``.
-    """
-
-    takes_experts: bool
-
-    def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
-        """Return a layer that replaces a linear one with this weight and bias; None if the weight has to be read."""
 
 
 def load_block(
@@ -39,7 +27,7 @@ def load_block(
     index: int,
     dtype: torch.dtype,
     replace: Callable[[nn.Linear], nn.Module] | None = None,
-    layers: LayerSource | None = None,
+    layers: PackedLayers | None = None,
 ) -> nn.Module:
     """Return block ``index`` on the CPU, as transformers itself would load it within the whole model.
 
@@ -59,12 +47,14 @@ def load_block(
         if replace is not None and not _keeps_own_dtypes(family.base_class, dtype):
             late.update(_take_out_linears(block, stored))
             experts = take_out_experts(block, stored) if layers is not None and layers.takes_experts else []
-            _leave_out(tensors, [*_all_tensors_of(late, stored), *experts])
+            for name, linear in late.items():
+                experts += _tensors_of(name, linear, stored).values()
+            _leave_out(tensors, experts)
         if dtype == torch.float32:
             _keep_as_stored(block, {name: tensor.dtype for name, tensor in stored.items()})
 
     everything = dict(tensors)
-    with _explained(checkpoint, everything):
+    with any_error_as(partial(_explained, checkpoint, everything)):
         hollow, info = load_hollow_model(
             family, checkpoint.config, hosted=(index,), tensors=tensors, dtype=dtype, prepare=prepare
         )
@@ -84,24 +74,12 @@ def _leave_out(tensors: dict[str, StoredTensor], taken: Collection[StoredTensor]
         del tensors[name]
 
 
-@contextmanager
-def _explained(checkpoint: ModelCheckpoint, tensors: Mapping[str, StoredTensor]) -> Iterator[None]:
-    """Raise CheckpointError if transformers could not fuse the block's tensors; it only logs which."""
-    try:
-        yield
-    except RuntimeError as error:
-        problem = _odd_one_out(tensors)
-        if problem is None:
-            raise
-        raise CheckpointError(f"{checkpoint.location} {problem}") from error
-
-
 def _put_back(
     late: dict[str, nn.Linear],
     block: nn.Module,
     stored: Mapping[str, StoredTensor],
     read: Callable[[nn.Linear, Mapping[str, StoredTensor]], nn.Module],
-    layers: LayerSource | None,
+    layers: PackedLayers | None,
 ) -> None:
     """Give the block the linear layers that were taken out of it, one by one, as ``layers`` or ``read`` makes them."""
     for name in sorted(late, key=lambda name: _room(stored[f"{name}.weight"]), reverse=True):
@@ -135,10 +113,6 @@ def _tensors_of(name: str, linear: nn.Linear, stored: Mapping[str, StoredTensor]
     return {kind: stored[f"{name}.{kind}"] for kind in kinds if f"{name}.{kind}" in stored}
 
 
-def _all_tensors_of(linears: Mapping[str, nn.Linear], stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
-    return [each for name, linear in linears.items() for each in _tensors_of(name, linear, stored).values()]
-
-
 def _take_out_linears(block: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, nn.Linear]:
     """Replace linear layers that are stored under their own names by placeholders; return the layers by name."""
     linears: dict[str, nn.Linear] = {}
@@ -169,6 +143,12 @@ def _widen(block: nn.Module) -> None:
     for parameter in block.parameters():
         if parameter.dtype in NARROW:
             parameter.data = parameter.data.float()
+
+
+def _explained(checkpoint: ModelCheckpoint, tensors: Mapping[str, StoredTensor], error: Exception) -> Exception:
+    """Return an error that names the tensors that transformers could not fuse, which it only logs, or ``error``."""
+    problem = _odd_one_out(tensors) if isinstance(error, RuntimeError) else None
+    return error if problem is None else CheckpointError(f"{checkpoint.location} {problem}")
 
 
 def _odd_one_out(tensors: Mapping[str, StoredTensor]) -> str | None:

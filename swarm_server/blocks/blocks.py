@@ -19,8 +19,9 @@ from swarm_models.checkpoints.family import Family, rope_depends_on_length, slic
 from swarm_models.checkpoints.hollow_model import load_hollow_model
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import ACROSS_WINDOWS, run_numbers
-from swarm_server.blocks.block_loading import LayerSource, load_block
-from swarm_server.blocks.malloc import freed_memory_returned
+from swarm_server.blocks.block_loading import load_block
+from swarm_server.blocks.packed_layers import PackedLayers
+from swarm_server.machine.heap import freed_memory_returned
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -293,7 +294,7 @@ def load_blocks(
     device: torch.device | str = "cpu",
     transform: Callable[[nn.Module, int], None] | None = None,
     progress: Callable[[int], None] | None = None,
-    layers: LayerSource | None = None,
+    layers: PackedLayers | None = None,
 ) -> BlockStack:
     """Load the blocks of ``span``, one after the other.
 

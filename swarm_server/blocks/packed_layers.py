@@ -23,7 +23,7 @@ class PackedLayers:
 
     Attributes:
         report: the report of the layers that were made.
-        takes_experts: whether ``quantize_`` makes layers of the experts, too.
+        takes_experts: whether ``quantize_`` makes layers of the experts, too, as ``take_out_experts`` leaves them.
     """
 
     def __init__(

@@ -211,7 +211,10 @@ class ServerConfig:
             raise ValueError(
                 f"--group-listen {self.group_listen} is no address that others can reach: expected a machine's own"
             )
-        flags += ["--group"] if self.group else []
+        self._check_group_flags([*flags, "--group"] if self.group else flags)
+
+    def _check_group_flags(self, flags: list[str]) -> None:
+        """Raise ValueError if flags do not go together; ``flags`` are those given that need other machines."""
         leads = self.group_size > 1 or self.group_listen is not None
         for is_wrong, message in (
             (self.follow and leads, "--follow is for followers: expected it without --group-size and --group-listen"),
@@ -221,13 +224,13 @@ class ServerConfig:
                 "a follower reads the model's files itself: expected --model with a directory or a model of the hub",
             ),
             (self.group_listen and self.group_size == 1, "--group-listen: expected --group-size of at least 2 with it"),
-            (self.group is not None and not self.group, "--group '' is no name of a group: expected a word"),
+            (self.group == "", "--group '' is no name of a group: expected a word"),
             (self.group and self.group_size == 1, "--group: expected --group-size of at least 2 with it"),
             (self.group_always and not flags, "--group-always: expected --group or --group-listen HOST:PORT with it"),
             (self.group_key and not flags, "--group-key: expected --group, --group-listen or --follow with it"),
             (
                 flags and not self.group_key,
-                f"{flags[0] if flags else ''}: expected --group-key FILE with it, the group's secret",
+                f"{''.join(flags[:1])}: expected --group-key FILE with it, the group's secret",
             ),
         ):
             if is_wrong:

@@ -219,7 +219,8 @@ class KvRow:
             first = self.length - self.kept(number)
             if group.window is not None and first > max(0, length - (group.window - 1)):
                 return None
-        return replace(self, length=length, parts=tuple(_drop_last(parts, removed) for parts in self.parts))
+        left = (_take(parts, 0, max(0, sum(map(len, parts)) - removed)) for parts in self.parts)
+        return replace(self, length=length, parts=tuple(left))
 
     def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
         """Return where positions ``start`` … ``end`` are in each group; None if a window has dropped some of them."""
@@ -237,10 +238,6 @@ class KvRow:
         """Return the row with ``num_tokens`` further positions, which are in ``parts``."""
         joined = tuple(_join(ours, more) for ours, more in zip(self.parts, parts, strict=True))
         return KvRow(self.length + num_tokens, joined)
-
-
-def _drop_last(parts: Parts, count: int) -> Parts:
-    return _take(parts, 0, max(0, sum(map(len, parts)) - count))
 
 
 def _take(parts: Parts, start: int, end: int) -> Parts:

@@ -23,19 +23,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: eq
 class ContentHash:
     """The digests of one row's content, one for each full page. Adding tokens gives a new hash."""
 
-    def __init__(self, seed: bytes) -> None:
-        """Start a hash. ``seed``: whatever else the result depends on, such as the blocks."""
-        self._digest = hashlib.sha256(seed)
-        self._num_tokens = 0
+    def __init__(self, seed: bytes, before: ContentHash | None = None) -> None:
+        """Start a hash, or continue one. ``seed``: whatever else the result depends on, such as the blocks."""
+        self._digest = hashlib.sha256(seed) if before is None else before._digest.copy()
+        self._num_tokens = 0 if before is None else before._num_tokens
 
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
         """Return the hash after ``content``, [tokens, bytes per token] uint8, and the digests of newly full pages."""
-        other = ContentHash(b"")
-        return other, other._continue(self, content)
+        other = ContentHash(b"", self)
+        return other, other._add(content)
 
-    def _continue(self, other: ContentHash, content: torch.Tensor) -> list[bytes]:
-        """Become the hash of what the other one has and of ``content``; return the digests of newly full pages."""
-        self._digest, self._num_tokens = other._digest.copy(), other._num_tokens
+    def _add(self, content: torch.Tensor) -> list[bytes]:
         data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
         digests, start = [], 0
         while start < len(content):

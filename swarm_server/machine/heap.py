@@ -1,4 +1,4 @@
-"""A trimmer that gives unused memory back to the system.
+"""Ways to give unused memory back to the system.
 
 Requests that were cut off leave tensors in cycles of references. Python finds such cycles late, because it counts
 objects, not bytes. The C library keeps freed memory for itself.
@@ -15,10 +15,14 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LOADING_BYTES = 128 * 1024  # larger pieces are mapped on their own and unmapped when freed; glibc's initial value
+SERVING_BYTES = 32 * 1024 * 1024  # the largest value; keeps activations from being mapped again at every step
 MAX_LOOKS = 16  # calls from one trim to the next while a process is large and gives nothing back
 
 
@@ -32,7 +36,8 @@ class HeapTrimmer:
     ) -> None:
         """Prepare to trim. ``resident_bytes`` and ``trim`` replace the system's. Without glibc, nothing is trimmed."""
         self._resident_bytes = resident_bytes or _resident_bytes
-        self._trim = trim or _glibc_trim()
+        malloc_trim = _of_glibc("malloc_trim")
+        self._trim = trim or (malloc_trim and partial(malloc_trim, 0))
         self._last_bytes = 0  # the size after the last trim
         self._least_bytes = sys.maxsize  # the smallest size after any trim
         self._gave_much = False  # whether the last trim gave much; there may be more now, if much was in use
@@ -66,8 +71,30 @@ def _resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _glibc_trim() -> Callable[[], object] | None:
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Return large freed pieces to the system at once while blocks are loaded and quantized; needs glibc.
+
+    glibc keeps freed pieces below a threshold that grows up to 32 MiB. Loading frees each block's weights once they are
+    quantized. The quantized weights lie between the kept pieces, which cost as much again [64 MB for 8 blocks of
+    34 MB].
+    """
+    mallopt = _of_glibc("mallopt")
+    if mallopt is None:
+        yield
+        return
+    mallopt(M_MMAP_THRESHOLD, LOADING_BYTES)
     try:
-        return partial(ctypes.CDLL("libc.so.6").malloc_trim, 0)
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, SERVING_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 2 * SERVING_BYTES)
+
+
+def _of_glibc(name: str) -> Callable[..., object] | None:
+    """Return a function of the C library; None if this is not glibc."""
+    try:
+        function: Callable[..., object] = getattr(ctypes.CDLL("libc.so.6"), name)
     except (OSError, AttributeError):
         return None
+    return function

@@ -159,7 +159,7 @@ def test_prompts_are_added_before_each_block(family, positions, tmp_path):
     span = Span(1, 5)
     adapter = prompts(positions, blocks=(0, 1, 3))
     placed = engine.place(b"key", adapter)
-    leaves = adapter.over(span).mapped(lambda values: values.clone().requires_grad_())
+    leaves = adapter.over(span).mapped(lambda values, _block: values.clone().requires_grad_())
     hidden, upstream = random(2, 7, HIDDEN).requires_grad_(), random(2, 7, HIDDEN, seed=1)
     first, later = (functional.pad(values[:7], (0, 0, 0, max(0, 7 - positions))) for values in leaves.tensors)
     hook = local.blocks[3].register_forward_pre_hook(lambda _block, inputs: (inputs[0] + later, *inputs[1:]))

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("quick_collections")
 MIB = 1 << 20
 PROGRAM = """
 import asyncio, torch
-from swarm_server.machine.heap import HeapTrimmer, _resident_bytes
-from swarm_server.blocks.malloc import freed_memory_returned
+from swarm_server.machine.heap import freed_memory_returned, HeapTrimmer, _resident_bytes
+
 with freed_memory_returned():
     pass
 trimmer = HeapTrimmer()
