@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
+from contextvars import ContextVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -32,12 +32,13 @@ class ActivationLimit:
         self.exceeded = False
 
     def __enter__(self) -> ActivationLimit:
+        assert _active.get() is None, "only one limit counts at a time"
         self._hooks.__enter__()
-        _active.begin(self)
+        _active.set(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _active.end()
+        _active.set(None)
         self._hooks.__exit__(*exception)
 
     def count(self, tensor: torch.Tensor) -> None:
@@ -54,28 +55,15 @@ class ActivationLimit:
         return None if self.exceeded else tensor.detach()
 
 
-class _ActiveLimit(threading.local):
-    """The limit that counts in a thread at present, or None."""
-
-    def __init__(self) -> None:
-        self.limit: ActivationLimit | None = None
-
-    def begin(self, limit: ActivationLimit) -> None:
-        assert self.limit is None, "only one limit counts at a time"
-        self.limit = limit
-
-    def end(self) -> None:
-        self.limit = None
-
-
-_active = _ActiveLimit()
+_active: ContextVar[ActivationLimit | None] = ContextVar("limit", default=None)  # each thread has its own
 _NODE_BYTES = 1024  # about what autograd takes to save a tensor, besides the tensor's memory
 
 
 def count_saved(tensor: torch.Tensor) -> None:
     """Count a tensor that a layer keeps for its backward pass where autograd does not see it."""
-    if _active.limit is not None:
-        _active.limit.count(tensor)
+    limit = _active.get()
+    if limit is not None:
+        limit.count(tensor)
 
 
 def _unpack(packed: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -31,6 +32,21 @@ def written_atomically(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)  # absent after a successful replace
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a new file that only this user can read, completely or not at all, because the disk may be full.
+
+    Raises:
+        OSError: the file cannot be written; FileExistsError if there is one already.
+    """
+    file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115  (closed below)
+    try:
+        with file:
+            file.write(data)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def remove_abandoned(directory: Path) -> None:

@@ -146,13 +146,13 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: the file is missing, is no safetensors file, or has another length than its header says.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         return _tensors(path, *_read_json(file, path))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the header's metadata strings; raise CheckpointError if the file is missing or no safetensors file."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return _metadata(_read_json(file, path)[0], path)
 
 
@@ -166,7 +166,7 @@ def read_header_of(file: BinaryIO, path: Path) -> tuple[dict[str, FileTensor], d
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Open the file. Raise CheckpointError if it cannot be read while the context is active."""
     try:
         with path.open("rb") as file:

@@ -65,11 +65,8 @@ class AccessControl:
 
     def revoke(self, data: bytes) -> bool:
         """Store a signed revocation; return whether it is for this swarm, valid, unexpired and new."""
-        try:
-            revocation = Revocation.parse(data)
-        except ValueError:
-            return False
-        if not self._concerns(revocation) or revocation.grant_id in self._revoked:
+        revocation = self._revocation(data)
+        if revocation is None or revocation.grant_id in self._revoked:
             return False
         self._revoked[revocation.grant_id] = revocation.expires_at, data
         return True
@@ -78,11 +75,8 @@ class AccessControl:
         """Return whether these bytes revoke this grant of the swarm, and the revocation has not expired."""
         if grant_id in self._revoked and self._revoked[grant_id][1] == data:
             return True
-        try:
-            revocation = Revocation.parse(data)
-        except ValueError:
-            return False
-        return revocation.grant_id == grant_id and self._concerns(revocation)
+        revocation = self._revocation(data)
+        return revocation is not None and revocation.grant_id == grant_id
 
     def revocations(self) -> dict[bytes, bytes]:
         """Return the signed bytes of every revocation that has not expired, by grant id."""
@@ -90,8 +84,14 @@ class AccessControl:
         self._revoked = {key: known for key, known in self._revoked.items() if known[0] + CLOCK_SKEW_S >= now}
         return {grant_id: data for grant_id, (_, data) in self._revoked.items()}
 
-    def _concerns(self, revocation: Revocation) -> bool:
-        return revocation.swarm_key == self.swarm_key and revocation.expires_at + CLOCK_SKEW_S >= self._clock()
+    def _revocation(self, data: bytes) -> Revocation | None:
+        """Return the revocation, if it is valid, for this swarm, and has not expired."""
+        try:
+            found = Revocation.parse(data)
+        except ValueError:
+            return None
+        concerns = found.swarm_key == self.swarm_key and found.expires_at + CLOCK_SKEW_S >= self._clock()
+        return found if concerns else None
 
     def _grant(self, token: bytes) -> Grant | None:
         """Parse the token and check its signature, once per token; return None if the token is not valid."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from swarm_protocol.atomic_file import write_new
 from swarm_protocol.wire.printable import printable
 
 KEY_BYTES = 32
@@ -97,13 +97,7 @@ def write_secret(path: Path, data: bytes) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            try:
-                file.write(data)
-                file.flush()
-            except OSError:
-                path.unlink(missing_ok=True)
-                raise
+        write_new(path, data)
     except FileExistsError:
         raise ValueError(f"{path} exists already: nothing was written, choose another name") from None
     except OSError as error:

@@ -6,13 +6,15 @@ import secrets
 from dataclasses import dataclass
 from enum import IntEnum
 from math import isfinite
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from swarm_protocol.access.organiser import OrganiserKey, SwarmKey
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.printable import printable
 
+M = TypeVar("M", bound=Message)
 ID_BYTES = 16
 MAX_TOKEN_BYTES = 1024
 MAX_MEMBER_NAME_CHARS = 64
@@ -93,8 +95,7 @@ class Grant:
     def parse(cls, token: bytes) -> Grant:
         """Parse a grant of any swarm, expired or not; raise ValueError unless its own organiser has signed it."""
         content, signature = _unsigned(token)
-        message = pb.Grant()
-        _parse_into(message, content)
+        message = _parsed(pb.Grant, content)
         grant = cls(
             SwarmKey(message.swarm_key),
             message.id,
@@ -125,8 +126,7 @@ class Revocation:
     def parse(cls, data: bytes) -> Revocation:
         """Parse a revocation; raise ValueError unless its own organiser has signed it."""
         content, signature = _unsigned(data)
-        message = pb.Revocation()
-        _parse_into(message, content)
+        message = _parsed(pb.Revocation, content)
         revocation = cls(SwarmKey(message.swarm_key), message.grant_id, message.expires_at)
         if len(revocation.grant_id) != ID_BYTES or not isfinite(revocation.expires_at):
             raise ValueError("it names no grant")
@@ -142,13 +142,12 @@ def _signed(key: OrganiserKey, kind: bytes, content: bytes) -> bytes:
 def _unsigned(data: bytes) -> tuple[bytes, bytes]:
     if len(data) > MAX_TOKEN_BYTES:
         raise ValueError(f"it has {len(data)} bytes: expected at most {MAX_TOKEN_BYTES}")
-    message = pb.Signed()
-    _parse_into(message, data)
+    message = _parsed(pb.Signed, data)
     return message.content, message.signature
 
 
-def _parse_into(message: pb.Signed | pb.Grant | pb.Revocation, data: bytes) -> None:
+def _parsed(kind: type[M], data: bytes) -> M:
     try:
-        message.ParseFromString(data)
+        return kind.FromString(data)
     except DecodeError:
         raise ValueError("its bytes cannot be read") from None

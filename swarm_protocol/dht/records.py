@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -29,6 +30,11 @@ _MAX_NEIGHBOURS = 64  # round-trip times in a record; servers publish 8
 _MAX_ADAPTERS = 256
 _MAX_CODECS = 32
 _DIGEST_BYTES = 32
+_PLAIN = (  # the fields that a record and its message have in common, with the same values
+    *("peer_id", "model", "revision", "num_blocks", "quant", "dtype", "device", "cache_tokens_left", "queue_delay_s"),
+    *("tls_fingerprint", "wire_version", "software_version", "max_request_bytes", "pinned", "token", "cache_tokens"),
+    *("relay_address", "weights", "joins"),
+)
 _KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # the name of a quantisation, dtype or device
 ROOT_SHARD = "all"  # readers begin here; swarm_protocol/dht/shards.py has the other shards
 
@@ -113,36 +119,19 @@ class ServerRecord:
         return self.quant, self.dtype, self.device
 
     def to_proto(self) -> pb.ServerRecord:
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
         return pb.ServerRecord(
-            peer_id=self.peer_id,
+            **plain,
             addresses=self.addresses,
-            model=self.model,
-            revision=self.revision,
-            num_blocks=self.num_blocks,
             blocks=pb.Span(start=self.span.start, end=self.span.end),
             state=self.state.name,
-            quant=self.quant,
-            dtype=self.dtype,
-            device=self.device,
             tokens_per_s=self.tokens_per_s,
-            cache_tokens_left=self.cache_tokens_left,
-            queue_delay_s=self.queue_delay_s,
-            tls_fingerprint=self.tls_fingerprint,
             next_hop_rtts_s=dict(self.next_hop_rtts_s),
             adapters=self.adapters,
-            wire_version=self.wire_version,
-            software_version=self.software_version,
-            max_request_bytes=self.max_request_bytes,
             forward_tokens_per_s=self.forward_tokens_per_s,
             network_tokens_per_s=self.network_tokens_per_s,
-            pinned=self.pinned,
-            token=self.token,
             work=self.work.to_proto(),
-            cache_tokens=self.cache_tokens,
             codecs=[CODECS[name] for name in self.codecs],
-            relay_address=self.relay_address,
-            weights=self.weights,
-            joins=self.joins,
             members=0 if self.members == 1 else self.members,
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
@@ -162,37 +151,20 @@ class ServerRecord:
             next_span = Span(message.next_blocks.start, message.next_blocks.end).within(message.num_blocks)
         _check_numbers(message)
         _check_texts(message)
+        plain: dict[str, Any] = {name: getattr(message, name) for name in _PLAIN}
         return cls(
-            peer_id=message.peer_id,
+            **plain,
             addresses=tuple(message.addresses),
-            model=message.model,
-            revision=message.revision,
-            num_blocks=message.num_blocks,
             span=span,
             state=ServerState(message.state),
-            quant=message.quant,
-            dtype=message.dtype,
-            device=message.device,
             tokens_per_s=min(message.tokens_per_s, MAX_BLOCKS_PER_S / len(span)),
-            cache_tokens_left=message.cache_tokens_left,
-            queue_delay_s=message.queue_delay_s,
-            tls_fingerprint=message.tls_fingerprint,
             next_hop_rtts_s=dict(message.next_hop_rtts_s),
             adapters=tuple(message.adapters),
-            wire_version=message.wire_version,
-            software_version=message.software_version,
-            max_request_bytes=message.max_request_bytes,
             forward_tokens_per_s=min(message.forward_tokens_per_s, MAX_FORWARD_BLOCKS_PER_S / len(span)),
             network_tokens_per_s=min(message.network_tokens_per_s, MAX_NETWORK_TOKENS_PER_S),
-            pinned=message.pinned,
             next_span=next_span,
-            token=message.token,
             work=WorkTotals.from_proto(message.work),
-            cache_tokens=message.cache_tokens,
             codecs=tuple(CODEC_NAMES[codec] for codec in message.codecs if codec in CODEC_NAMES),
-            relay_address=message.relay_address,
-            weights=message.weights,
-            joins=message.joins,
             members=max(1, message.members),
         )
 

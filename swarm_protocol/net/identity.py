@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.message import DecodeError
 
+from swarm_protocol.atomic_file import write_new
 from swarm_protocol.file_lock import try_lock
 from swarm_protocol.net.hivemind_parts import (
     PeerID,
@@ -57,7 +58,7 @@ class Identity:
             raise ValueError(f"identity {path} is a directory, expected a key file")
         try:
             if not path.exists():
-                _write_key(path, cls.generate().to_bytes())
+                write_new(path, cls.generate().to_bytes())
         except OSError as error:
             raise ValueError(f"cannot use the identity file {path}: {error.strerror}") from None
         lock = locked_key_file(path)
@@ -110,7 +111,7 @@ def file_in_memory(data: bytes) -> Iterator[str]:
     if not hasattr(os, "memfd_create"):
         path = scratch_directory() / f"key-{secrets.token_hex(8)}"
         try:
-            _write_key(path, data)
+            write_new(path, data)
             yield str(path)
         finally:
             path.unlink(missing_ok=True)
@@ -141,18 +142,6 @@ def locked_key_file(path: Path) -> IO[bytes]:
             raise ValueError(f"identity {path} is in use by another process of this machine: use another")
         time.sleep(_LOCK_RETRY_S)
     return file
-
-
-def _write_key(path: Path, data: bytes) -> None:
-    """Write the key file completely or not at all, because the disk may be full."""
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-    except FileExistsError:
-        raise
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
 
 
 def peer_id_of(public_key: bytes) -> str:

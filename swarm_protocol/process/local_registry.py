@@ -117,7 +117,9 @@ class LocalRegistry:
         entries = []
         for path in sorted(self._directory.glob("*.json")):
             with suppress(OSError):  # the file has just been deleted, or permissions deny access
-                entry = _parse(path.stem, _beginning(path), time.time() - path.stat().st_mtime)
+                with path.open("rb") as file:
+                    data = file.read(_MAX_ENTRY_BYTES)
+                entry = _parse(path.stem, data, time.time() - path.stat().st_mtime)
                 if entry is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -193,12 +195,6 @@ def _parse(peer_id: str, data: bytes, age_s: float) -> RegistryEntry | None:
     return RegistryEntry(
         peer_id, tuple(address for address in addresses if is_near or not is_loopback(address)), is_alive
     )
-
-
-def _beginning(path: Path) -> bytes:
-    """Read as much of an entry as a valid one can have."""
-    with path.open("rb") as file:
-        return file.read(_MAX_ENTRY_BYTES)
 
 
 def _is_alive(pid: int, started: object) -> bool:

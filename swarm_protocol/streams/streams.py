@@ -89,7 +89,9 @@ class DaemonStreams:
         try:
             p2p, peer_id = self._p2p(), PeerID.from_base58(name)
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                info, reader, writer = await _open(p2p, peer_id, transport, protocol)
+                if transport:
+                    await p2p._client.connect(peer_id, [Multiaddr(transport)])
+                info, reader, writer = await p2p.call_binary_stream_handler(peer_id, protocol)
         except TimeoutError:
             raise PeerUnavailable(f"no stream to {printable(peer, 80)} within {OPEN_TIMEOUT_S:g} s", name) from None
         except _FAILURES as error:
@@ -128,12 +130,6 @@ class DaemonStreams:
         if p2p is None:
             raise PeerUnavailable("there is no libp2p daemon, through which tunnels go")
         return p2p
-
-
-async def _open(p2p: P2P, peer_id: PeerID, transport: str, protocol: str) -> Any:
-    if transport:
-        await p2p._client.connect(peer_id, [Multiaddr(transport)])
-    return await p2p.call_binary_stream_handler(peer_id, protocol)
 
 
 def _host(address: Any) -> str:

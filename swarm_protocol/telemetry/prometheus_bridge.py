@@ -74,14 +74,15 @@ def metrics_data(families: Iterable[Family], resource: Resource, started_ns: int
     """Return these metrics in OpenTelemetry's form; ``started_ns`` is when they began to count, both since 1970."""
     scope = InstrumentationScope("swarm")
     metrics = [
-        Metric(family.name, family.documentation, _unit(family.name), _data(family, started_ns, now_ns))
+        Metric(
+            family.name,
+            family.documentation,
+            _UNITS.get(family.name.rpartition("_")[2], "1"),
+            _data(family, started_ns, now_ns),
+        )
         for family in families
     ]
     return MetricsData([ResourceMetrics(resource, [ScopeMetrics(scope, metrics, "")], "")])
-
-
-def _unit(name: str) -> str:
-    return _UNITS.get(name.rpartition("_")[2], "1")
 
 
 def _data(family: Family, started_ns: int, now_ns: int) -> Sum | Gauge | Histogram:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from swarm_models.checkpoints.files import CONFIG, CheckpointFiles, FileMissing, HubUnreachable, LocalFiles, is_plain
@@ -72,7 +71,8 @@ class ShardedWeights:
         if packed is not None:
             return packed.form.pack(name, {role: self._in_file(part) for role, part in packed.parts.items()})
         stored = self._in_file(name)
-        if self._forms and name.endswith("weight") and not _is_full_precision(stored.dtype):
+        is_full = stored.dtype.is_floating_point and stored.dtype not in FLOAT8
+        if self._forms and name.endswith("weight") and not is_full:
             kind = str(stored.dtype).removeprefix("torch.")
             raise CheckpointError(f"{stored.path} holds {name} as {kind}, but its scale is missing")
         return stored
@@ -162,7 +162,3 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)  # otherwise transformers' loader would expect packed weights
     return config
-
-
-def _is_full_precision(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype not in FLOAT8

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from swarm_models.checkpoints.safetensors_file import MAX_NAME, FileTensor
+from swarm_models.checkpoints.safetensors_file import MAX_NAME, FileTensor, opened
 from swarm_protocol.errors import CheckpointError
 
 _MAGIC = b"GGUF"
@@ -80,13 +80,8 @@ def read_header(path: Path) -> GgufHeader:
     Raises:
         CheckpointError: the file is missing, is no GGUF file, is damaged, or holds an unknown type.
     """
-    try:
-        with path.open("rb") as file:
-            return _Reader(path, file).read()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        return _Reader(path, file).read()
 
 
 class _Reader:

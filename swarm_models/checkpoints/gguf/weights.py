@@ -67,7 +67,8 @@ class GgufWeights:
         if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
             self.config.update({"tie_word_embeddings": False})  # transformers looks for it in the first file only
         self.config.update(missing_rope(self.config, first, self._path))
-        self._model = _names_of(self.config, first.architecture, self._path)
+        with any_error_as(partial(_unsupported, self._path)):
+            self._model = model_names(self.config, first.architecture)
         self._parts: dict[str, dict[str, GgufTensor]] = {}
         for key, tensor in stored.items():
             name_of = self._model.of_gguf
@@ -133,11 +134,6 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
         config.update({"query_pre_attn_scalar": scalar})
     require_model_numbers(json.loads(config.to_json_string()), path, type(config).attribute_map)
     return config
-
-
-def _names_of(config: PreTrainedConfig, architecture: str, path: Path) -> ModelNames:
-    with any_error_as(partial(_unsupported, path)):
-        return model_names(config, architecture)
 
 
 def _unsupported(path: Path, error: Exception) -> UnsupportedModel:
