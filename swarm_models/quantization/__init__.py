@@ -112,16 +112,19 @@ def devices_of(method: str) -> tuple[str, ...]:
 # ------------------------------------------------------------ weights that can be kept as bytes
 
 
-def packed_kind(method: str, device: torch.device, eight_bits: bool = False) -> type[Packed] | None:
+def packed_kind(
+    method: str, device: torch.device, eight_bits: bool = False, int8_weight: type[Int8Weight] | None = None
+) -> type[Packed] | None:
     """Return how ``quantize_`` packs linear weights; None if the weights cannot be made of bytes alone.
 
-    ``eight_bits``: whether the weights are of layers that int4 holds in 8 bits.
+    ``eight_bits``: whether the weights are of layers that int4 holds in 8 bits. ``int8_weight``: as for ``quantize_``.
     """
     if device.type != "cpu":
         return None
     if method == "int4" and KernelInt4Weight.is_available():
         return KernelWeight if eight_bits else KernelInt4Weight
-    return KernelWeight if method == "int8" and KernelWeight.is_fastest() else None
+    is_kernels = KernelWeight.is_fastest() if int8_weight is None else int8_weight is KernelWeight
+    return KernelWeight if method == "int8" and is_kernels else None
 
 
 def packed_weight(layer: torch.nn.Module) -> Packed | None:
@@ -137,9 +140,10 @@ def quantized_linear(
     stored: StoredTensor,
     bias: torch.Tensor | None,
     eight_bits: bool = False,
+    int8_weight: type[Int8Weight] | None = None,
 ) -> tuple[torch.nn.Module, Report]:
     """Return the layer that ``quantize_`` makes of a linear one, and its report; read it in tiles. bias: [out]."""
-    quantizer = _Quantizer(method, device, compute_dtype)
+    quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
     layer = quantizer.linear(stored.read, bias, stored, eight_bits=eight_bits).to(device)
     return layer, quantizer.report(layer)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from swarm_models.checkpoints.family import Family
 from swarm_models.checkpoints.safetensors_file import StoredTensor
+from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_models.quantization import Packed, packed_kind, packed_weight, quantized_linear, restored
 from swarm_models.quantization.eight_bits import eight_bit_layers
 from swarm_models.quantization.report import Report
@@ -27,19 +28,26 @@ class PackedLayers:
     """
 
     def __init__(
-        self, cache: WeightCache, method: str, device: torch.device, dtype: torch.dtype, family: Family | None = None
+        self,
+        cache: WeightCache,
+        method: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        family: Family | None = None,
+        int8_weight: type[Int8Weight] | None = None,
     ) -> None:
         """Make layers for one device.
 
         Args:
             dtype: the dtype of the weights before they are quantised.
             family: the model's family, which says which layers int4 holds in 8 bits; None if all layers use ``method``.
+            int8_weight: the implementation of int8 on the CPU, as for ``quantize_``.
         """
         self.report = Report(method)
         self.takes_experts = method != "none"
         self._cache = cache
         self._method, self._device, self._dtype = method, device, dtype
-        self._family = family
+        self._family, self._int8_weight = family, int8_weight
         self._eight_bits = eight_bit_layers(family) if family is not None and method == "int4" else ()
 
     def eight_bits(self, index: int) -> frozenset[str]:
@@ -53,13 +61,14 @@ class PackedLayers:
         stored = tensors["weight"]
         bias = tensors["bias"].read().to(self._dtype) if "bias" in tensors else None
         eight_bits = self._is_eight_bits(stored)
-        kind = packed_kind(self._method, self._device, eight_bits)
+        kind = packed_kind(self._method, self._device, eight_bits, self._int8_weight)
         key = self._key(stored, kind)
         weight = None if kind is None else self._cache.read(key, kind, stored.shape)
         if weight is not None:
             layer, report = restored(self._method, weight, bias)
         else:
-            layer, report = quantized_linear(self._method, self._device, self._dtype, stored, bias, eight_bits)
+            how = self._method, self._device, self._dtype
+            layer, report = quantized_linear(*how, stored, bias, eight_bits, self._int8_weight)
             weight = packed_weight(layer)
             if weight is not None and key == self._key(stored, kind):  # unchanged while it was read
                 self._cache.write(key, weight)

@@ -14,28 +14,31 @@ OURS = ("int8", "int4")  # methods for which there are kernels, on CPU
 MISSING = "; no compiled kernel"
 
 
-def multiplied_by(method: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return one word: ``avx512-vnni`` or another instruction set of the compiled kernel, or a library."""
+def multiplied_by(method: str, device: torch.device, dtype: torch.dtype, *, is_in_group: bool = False) -> str:
+    """Return one word: ``avx512-vnni`` or another instruction set of the compiled kernel, or a library.
+
+    Members of a group use the kernel even where a library is faster.
+    """
     if method == "none":
         plain = device.type == "cpu" and dtype == torch.float32 and dense_linear.is_available()
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
         return "torch" if few_rows_kernel(device, dtype) is None else "triton"
-    return _cpu_product(method) if method in OURS and device.type == "cpu" else "bitsandbytes"
+    return _cpu_product(method, is_in_group) if method in OURS and device.type == "cpu" else "bitsandbytes"
 
 
-def _cpu_product(method: str) -> str:
+def _cpu_product(method: str, is_in_group: bool) -> str:
     library, kind = kernel(), fastest()
-    if method == "int4":
+    if method == "int4" or is_in_group:
         return "torch" if library is None else library.name
     if kind is KernelWeight and library is not None:
         return library.name
     return "fbgemm" if kind is FbgemmWeight else "torch"
 
 
-def described(method: str, device: torch.device, dtype: torch.dtype) -> str:
+def described(method: str, device: torch.device, dtype: torch.dtype, *, is_in_group: bool = False) -> str:
     """Return a description such as ``int8 (avx512-vnni kernel)`` or ``int8 (fbgemm; no compiled kernel)``."""
-    by, library = multiplied_by(method, device, dtype), kernel()
+    by, library = multiplied_by(method, device, dtype, is_in_group=is_in_group), kernel()
     if method in OURS and device.type == "cpu":
         note = MISSING if library is None else " kernel" if by == library.name else "; faster here than the kernel"
         return f"{method} ({by}{note})"

@@ -19,6 +19,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import max_positions, sees
 from swarm_models.checkpoints.files import HubModel, LocalFiles
 from swarm_models.gpu.devices import best_device, default_dtype, named_device
+from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import Report, devices_of, quantize_, require_device
 from swarm_models.quantization.split_linear import split_linears_
 from swarm_protocol.process.logs import shows_progress
@@ -98,11 +99,13 @@ def load_parts(
     ``then`` is called with each module once its linear layers are quantised, ``progress`` with the index of each block.
     """
     report, quant, cache = Report(config.quant), config.quant, WeightCache(config.weight_cache_bytes)
-    layers = {device: PackedLayers(cache, quant, device, dtype, checkpoint.family) for _, device in parts}
+    int8_weight = KernelWeight if config.is_in_group else None  # the others cannot be split
+    layers = {device: PackedLayers(cache, quant, device, dtype, checkpoint.family, int8_weight) for _, device in parts}
 
     def prepare(device: torch.device, block: torch.nn.Module, index: int) -> None:
         nonlocal report
-        report += quantize_(block, quant, device, dtype, eight_bits=layers[device].eight_bits(index))
+        eight_bits = layers[device].eight_bits(index)
+        report += quantize_(block, quant, device, dtype, int8_weight=int8_weight, eight_bits=eight_bits)
         if device.type == "cpu":
             use_onednn_(block)
         if then is not None:
@@ -221,7 +224,7 @@ class SpanLoader:
         self._group: LocalGroup | RemoteGroup | None = None  # started with the first span
         self._closed = threading.Event()
         self._group_lock = threading.Lock()
-        products = described(config.quant, devices[0], dtype)
+        products = described(config.quant, devices[0], dtype, is_in_group=config.is_in_group)
         self._setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 

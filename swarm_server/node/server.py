@@ -320,13 +320,13 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
         fields["group"] = str(members)
     fields |= {"peer": str(peer), "grpc": record.addresses[0]}
     products = config.quant, joined.starting.devices[0], joined.starting.dtype
-    fields["products"] = multiplied_by(*products)
+    fields["products"] = multiplied_by(*products, is_in_group=config.is_in_group)
     print("ready", *(f"{name}={value}" for name, value in fields.items()), flush=True)
     if writes_json():
         log_event(_logger, "ready", **fields)
     _logger.info(
         "%s: %.0f tokens/s decoding, %.0f tokens/s otherwise; room for %d tokens",
-        described(*products),
+        described(*products, is_in_group=config.is_in_group),
         record.tokens_per_s,
         record.forward_tokens_per_s,
         cache_tokens,

@@ -33,6 +33,8 @@ def test_int4_names_the_kernel_wherever_it_is() -> None:
     library = kernel()
     expected = "int4 (torch; no compiled kernel)" if library is None else f"int4 ({library.name} kernel)"
     assert described("int4", CPU, torch.float32) == expected
+    in_group = "int8 (torch; no compiled kernel)" if library is None else f"int8 ({library.name} kernel)"
+    assert described("int8", CPU, torch.float32, is_in_group=True) == in_group
 
 
 @pytest.mark.parametrize(

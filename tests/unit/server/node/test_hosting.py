@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.kernels.kernel_weight import KernelWeight
+from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
@@ -22,7 +24,7 @@ from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 from swarm_server.metrics.throughput import Speeds
 from swarm_server.node import hosting
-from swarm_server.node.hosting import SpanLoader, devices_and_dtype
+from swarm_server.node.hosting import SpanLoader, devices_and_dtype, load_parts
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.worlds.virtual_time import run_virtually
 from tests.zoo import save_checkpoint
@@ -116,6 +118,17 @@ def test_a_group_forms_again_once_there_has_been_no_work_for_a_while(tmp_path: P
 
     with CoreShare() as cores:
         assert 12.6 + 5 <= run_virtually(scenario(cores)) <= 12.6 + 6
+
+
+@pytest.mark.skipif(not KernelWeight.is_available(), reason="no compiled kernel")
+def test_members_of_a_group_have_weights_that_can_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on processors where torch multiplies int8 faster than the kernel."""
+    monkeypatch.setattr(KernelWeight, "is_fastest", lambda: False)
+    save_checkpoint("mixtral", tmp_path)
+    config = ServerConfig(model=str(tmp_path), quant="int8", group_size=2, weight_cache_bytes=0)
+    (stack,), _report = load_parts(config, ModelCheckpoint.open(tmp_path), torch.float32, [(Span(0, 1), CPU)])
+    layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
+    assert len(layers) == 4 + 2 * 4 and all(isinstance(layer.quantized, KernelWeight) for layer in layers)
 
 
 def test_a_device_that_is_not_there() -> None:
