@@ -323,6 +323,16 @@ ALIKE = (
 )
 
 _TASKS = {"causal-lm": AutoModelForCausalLM, "sequence-classification": AutoModelForSequenceClassification}
+_WIDTHS = ("_dim", "_rank", "intermediate_size", "intermediate_size_mlp", "hidden_size", "_d_head", "_d_ssm")
+
+
+def doubled_widths(name: str) -> dict[str, int]:
+    """Overrides that make zoo member ``name`` twice as wide, so that most linear layers have rows for two members."""
+    return {
+        argument: 2 * value
+        for argument, value in CONFIGS[name][1].items()
+        if type(value) is int and (argument.endswith(_WIDTHS) or argument in ("n_embd", "d_model"))
+    }
 
 
 def make_config(name: str, **overrides) -> PreTrainedConfig:

@@ -10,8 +10,8 @@ import mmap
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import c_char_p, c_double, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,8 +359,20 @@ class LeaderLinks:
         assert compiled is not None
         packed, scale = addresses(own)
         arguments = self.handle, number, x.data_ptr(), *x.shape, packed, scale, y.data_ptr(), y.shape[1]
-        try:
+        with self.exchange():
             _require(self._library.swarm_group_matmul(*arguments, compiled.isa, torch.get_num_threads()))
-        except GroupEnded as error:
-            self.failure = error
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Send requests and receive their answers within this context. Raise GroupEnded if the group has ended.
+
+        An error within it ends the group for good: answers that come later would be taken for those of other requests.
+        """
+        if self.failure is not None:
+            raise GroupEnded(str(self.failure))
+        try:
+            yield
+        except BaseException as error:  # raised again
+            own = "" if isinstance(error, GroupEnded) else "the leader of the group failed: "
+            self.failure = GroupEnded(f"{own}{error}")  # a new one: the frames of the error keep a batch in memory
             raise

@@ -134,20 +134,37 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
 
     Raises:
         GroupEnded: a follower has ended, or holds other weights.
+        ValueError: no layer has rows for all members.
     """
-    for link in links.links:
-        link.ask(MemberRequest(LOAD, span.start, span.end))
     splitter = LeaderSplitter(links)
-    loaded = load(span, splitter.split_)
-    for link in links.links:
-        link.limit(None)  # it may read another disk
-        theirs = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
-        link.receive(theirs)
-        link.limit()
-        if bytes(theirs.tolist()) != splitter.digest():
-            dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
-            raise GroupEnded("a member of the group has loaded other weights than the leader")
+    with links.exchange():
+        for link in links.links:
+            link.ask(MemberRequest(LOAD, span.start, span.end))
+    try:
+        loaded = load(span, splitter.split_)
+    finally:  # also if that fails: these digests would be taken for those of the next span
+        _logger.info("waiting for the other members of the group to load blocks %s", span)
+        with links.exchange():
+            digests = [_received_digest(link) for link in links.links]
+    with links.exchange():
+        for link, digest in zip(links.links, digests, strict=True):
+            if digest != splitter.digest():
+                dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
+                raise GroupEnded("a member of the group has loaded other weights than the leader")
+    if not splitter.num_weights:
+        raise ValueError(
+            f"no linear layer of blocks {span} has 64 rows for each of {links.members} members of the group: "
+            "expected a larger model, or fewer members"
+        )
     return loaded
+
+
+def _received_digest(link: MemberLink) -> bytes:
+    link.limit(None)  # it may read another disk
+    digest = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
+    link.receive(digest)
+    link.limit()
+    return bytes(digest.tolist())
 
 
 def _started(make_loader: MakeLoader, ends: LinkEnds, member: int) -> BaseProcess:
@@ -213,7 +230,7 @@ def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda
                 else:
                     answer(request, own, link)
     except GroupEnded as error:
-        _logger.debug("the group has ended: %s", error)
+        _logger.info("the group has ended: %s", error)
 
 
 def _receive_dismissal(request: MemberRequest, link: MemberLink) -> None:

@@ -187,9 +187,9 @@ def connected_to_leader(address: str, group_key: bytes, hello: Hello, limit_s: f
     while time.monotonic() < until:
         try:
             connection = socket.create_connection(split_address(address, 0), _CONNECT_S)
-        except socket.gaierror as error:
-            raise ValueError(f"the leader's host {address} is unknown: {error.strerror}") from None
         except OSError as error:
+            if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:  # not only at this moment
+                raise ValueError(f"the leader's host {address} is unknown: {error.strerror}") from None
             if not said:
                 _logger.info("no leader of a group answers at %s (%s); this follower waits for it", address, error)
             said = True

@@ -13,6 +13,7 @@ from swarm_models.quantization import Packed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, MemberRequest, OwnWeights
 
 GRADIENT, DEQUANTIZE, LOAD, SPEED, FORM, DISMISS = 1, 2, 3, 4, 5, 6  # kinds of requests; 0 is a product
+_MOST_ROWS = 256  # of one request: a long training pass takes longer than members wait for an answer
 
 
 class SplitWeight(QuantizedWeight):
@@ -33,8 +34,9 @@ class SplitWeight(QuantizedWeight):
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(len(x), self.shape[0], dtype=torch.float32)
-        if len(x):
-            self.links.matmul(self.number, x.contiguous(), self.own, y)
+        for inputs, outputs in zip(x.contiguous().split(_MOST_ROWS), y.split(_MOST_ROWS), strict=True):
+            if len(inputs):
+                self.links.matmul(self.number, inputs, self.own, outputs)
         return y
 
     def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
@@ -42,22 +44,27 @@ class SplitWeight(QuantizedWeight):
 
         It is rounded otherwise than that of the whole weight: each member writes its gradients in units of its own.
         """
-        for link, rows in self._followers():
-            link.ask(MemberRequest(GRADIENT, len(grad), self.number))
-            link.send(grad[:, rows].contiguous())
-        total = self.own.matmul_grad(grad[:, : self.own.shape[0]].contiguous())
-        part = torch.empty_like(total)
-        for link, _ in self._followers():
-            link.receive(part)
-            total += part
+        return torch.cat([self._matmul_grad(part) for part in grad.split(_MOST_ROWS)])
+
+    def _matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        with self.links.exchange():
+            for link, rows in self._followers():
+                link.ask(MemberRequest(GRADIENT, len(grad), self.number))
+                link.send(grad[:, rows].contiguous())
+            total = self.own.matmul_grad(grad[:, : self.own.shape[0]].contiguous())
+            part = torch.empty_like(total)
+            for link, _ in self._followers():
+                link.receive(part)
+                total += part
         return total
 
     def dequantize(self) -> torch.Tensor:
         weight = torch.empty(self.shape, dtype=torch.float32)
         weight[: self.own.shape[0]] = self.own.dequantize()
-        for link, rows in self._followers():
-            link.ask(MemberRequest(DEQUANTIZE, 0, self.number))
-            link.receive(weight[rows])
+        with self.links.exchange():
+            for link, rows in self._followers():
+                link.ask(MemberRequest(DEQUANTIZE, 0, self.number))
+                link.receive(weight[rows])
         return weight
 
     def _followers(self) -> Iterator[tuple[MemberLink, slice]]:
@@ -83,11 +90,15 @@ def _not_understood(request: MemberRequest) -> NoReturn:
 
 
 class Splitter:
-    """Takes apart the weights of linear layers, in the order that numbers them in all members."""
+    """Takes apart the weights of linear layers, in the order that numbers them in all members.
+
+    Attributes:
+        num_weights: how many weights have been taken apart so far.
+    """
 
     def __init__(self, deal: Deal) -> None:
         self._deal = deal
-        self._num_weights = 0
+        self.num_weights = 0
         self._hash = hashlib.sha256()
 
     def digest(self) -> bytes:
@@ -102,8 +113,8 @@ class Splitter:
             last = self._deal.rows_of(layer.out_features, self._deal.members - 1)
             if last.start < last.stop:
                 self._hash.update(_described(layer.quantized))
-                layer.quantized = self._replaced(self._num_weights, layer.quantized)
-                self._num_weights += 1
+                layer.quantized = self._replaced(self.num_weights, layer.quantized)
+                self.num_weights += 1
 
     def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:
         raise NotImplementedError

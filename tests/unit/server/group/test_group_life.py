@@ -21,7 +21,7 @@ from swarm_protocol.dht.records import GroupCandidate
 from swarm_protocol.errors import CheckpointError
 from swarm_server import group_life
 from swarm_server.core.config import ServerConfig
-from swarm_server.group import following, forming, links, members
+from swarm_server.group import following, forming, links, members, remote
 from swarm_server.group.following import Follower
 from swarm_server.group.forming import GroupLeader
 from swarm_server.group.handshake import HandshakeFailed, Hello
@@ -80,6 +80,18 @@ def test_the_address_of_a_member_is_one_that_others_reach() -> None:
         assert host == "192.0.2.7"
         leader.lead()
         connected_to_leader(f"127.0.0.1:{port}", KEY, HELLO, 10)
+
+
+def test_a_follower_waits_while_the_name_of_the_leader_cannot_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([socket.gaierror(socket.EAI_AGAIN, "Temporary failure"), socket.gaierror(socket.EAI_NONAME, "No")])
+
+    def create_connection(*_arguments: object) -> socket.socket:
+        raise next(failures)
+
+    monkeypatch.setattr(remote, "_RETRY_S", 0.0)
+    monkeypatch.setattr(remote.socket, "create_connection", create_connection)
+    with pytest.raises(ValueError, match="the leader's host near:1 is unknown: No"):
+        connected_to_leader("near:1", KEY, HELLO)
 
 
 def dismissed(reason: str, dismissal: Dismissal) -> Callable[[], object]:
@@ -189,6 +201,7 @@ def test_a_follower_without_a_place_looks_for_the_leader_again(caplog: pytest.Lo
         leader.lead()
         Follower(lobby.address, KEY, HELLO, lambda: None)._follow_once(lambda *_: None, 10, wait_s=0.01)
     assert f"waiting for a place in the group of the leader at {lobby.address}" in caplog.text
+    assert "the group has ended: a member of the group has ended" in caplog.text
 
 
 def test_signals_are_heard_as_before_once_a_follower_has_ended() -> None:
