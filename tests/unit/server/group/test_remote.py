@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled ker
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 HELLO = Hello("int8", "torch.float32", "one")
+PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "group.md"
 
 
 @contextmanager
@@ -155,9 +158,9 @@ def test_whether_a_group_pays() -> None:
     # 44 MB at 15 GB/s take 2.933 ms; half of them, and 4 × 0.05 ms, take 1.667 ms
     assert near.gain == pytest.approx(2.9333 / 1.6667, rel=1e-3)
     judge(near, is_forced=False)
-    far = replace(near, rtt_s=(1e-3,), exchange_s=(0.6e-3,))
+    far = replace(near, rtt_s=(0.5e-3,), exchange_s=(0.6e-3,))
     assert far.gain == pytest.approx(2.9333 / 3.8667, rel=1e-3)
-    with pytest.raises(GroupRefused, match=r"would reach only 0\.76 × .*RTT 1\.00 ms.*--group-always forms it anyway"):
+    with pytest.raises(GroupRefused, match=r"would reach only 0\.76 × .*RTT 0\.50 ms.*--group-always forms it anyway"):
         judge(far, is_forced=False)
     judge(far, is_forced=True)
     unequal = replace(near, bytes_per_s=(15e9, 5e9))  # the leader has three quarters of the rows: 2.2 ms and 0.2 ms
@@ -166,6 +169,19 @@ def test_whether_a_group_pays() -> None:
     assert three.best_followers(2) == [1]  # an exchange with the other takes longer than a block
     assert three.of([1]) == replace(near, free_bytes=(8e9, 10e9))
     assert far.best_followers(1) == []
+
+
+def test_the_page_of_groups_has_gains_by_the_formula() -> None:
+    rows = re.findall(r"^\| \S+ B \| (\d+) \| (\d+) MB \| (\d+) GB/s \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    for hidden_size, block_mb, rate_gb, gains in rows:
+        rates = (1e9 * float(rate_gb),) * 2
+        for gain, (rtt_s, bytes_per_s) in zip(
+            gains.split(" | "), [(1e-4, 1.25e9), (1e-4, 125e6), (3e-4, 125e6), (1e-3, 125e6)], strict=True
+        ):
+            exchange_s = rtt_s + 8 * int(hidden_size) / bytes_per_s
+            payoff = Payoff(1e6 * float(block_mb), (rtt_s,), (exchange_s,), rates, (inf, inf))
+            assert gain == f"{payoff.gain:.2f}", (hidden_size, rate_gb, rtt_s)
 
 
 def test_blocks_fit_into_the_memory_of_all_members() -> None:
