@@ -16,9 +16,9 @@ from swarm_cli.commands.demo import add_demo
 from swarm_cli.commands.doctor import add_doctor
 from swarm_cli.commands.finetune import add_finetune
 from swarm_cli.commands.generate import add_generate
+from swarm_cli.commands.keys import add_keys
 from swarm_cli.commands.serve import add_serve
 from swarm_cli.commands.status import add_status
-from swarm_cli.keys.command import add_keys
 from swarm_cli.quantize.command import add_quantize
 from swarm_cli.up.command import add_up
 from swarm_protocol.access.member_flags import CONFIG_RULES

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Action
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -34,7 +32,8 @@ def _show(command: Name, argv: list[str]) -> None:
     console.print(Text(str(path) if path else f"{default_path()} is not there, and no other file is in force"))
     settings = {} if path is None else read_config_file(path, parsers, lambda: parsers)
     if command:
-        rows = _flags_in_force(flags_of(parsers[command]), settings.get(command, {}))
+        found = settings.get(command, {})
+        rows = [_in_force(key, found.get(key), action.default) for key, action in flags_of(parsers[command]).items()]
         table = Table("flag", "value", "from", box=None, header_style="bold")
     else:
         rows = [(" ".join(name), *_in_force(*flag)) for name, found in settings.items() for flag in found.items()]
@@ -45,20 +44,12 @@ def _show(command: Name, argv: list[str]) -> None:
         console.print(table)
 
 
-def _flags_in_force(flags: Mapping[str, Action], found: Mapping[str, FlagValue]) -> list[tuple[str, ...]]:
-    """Return the flag, value and source of each flag, set in the file or not."""
-    return [
-        _in_force(key, found[key]) if key in found else (f"--{key}", _shown(action.default), "default")
-        for key, action in flags.items()
-    ]
-
-
-def _in_force(key: str, setting: FlagValue) -> tuple[str, ...]:
-    return f"--{key}", _shown(setting.value), _where(setting.table)
-
-
-def _where(table: Name) -> str:
-    return f"[{'.'.join(table)}]" if table else "top of the file"
+def _in_force(key: str, setting: FlagValue | None, default: Any = None) -> tuple[str, ...]:
+    """Return a flag, its value and its source."""
+    if setting is None:
+        return f"--{key}", _shown(default), "default"
+    where = f"[{'.'.join(setting.table)}]" if setting.table else "top of the file"
+    return f"--{key}", _shown(setting.value), where
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class SlashCommand:
 
     takes: str
     text: str
-    run: Callable[[Chat, str, Say], bool | None]
+    run: Callable[[Chat, str, Say], object]
 
 
 def carry_out(chat: Chat, text: str, say: Say) -> bool:
@@ -57,11 +58,6 @@ def carry_out(chat: Chat, text: str, say: Say) -> bool:
     if command.takes and not command.takes.startswith("[") and not argument:
         raise ValueError(f"{name} needs {command.takes}")
     return command.run(chat, argument, say) is not False
-
-
-def _help(_chat: Chat, _argument: str, say: Say) -> None:
-    width = max(len(f"{name} {command.takes}") for name, command in COMMANDS.items())
-    say("\n".join(f"{f'{name} {command.takes}':{width}}  {command.text}" for name, command in COMMANDS.items()))
 
 
 def _model(chat: Chat, name: str, say: Say) -> None:
@@ -103,24 +99,12 @@ def _save(chat: Chat, name: str, say: Say, *, overwrite: bool = False) -> None:
     say(f"saved to {path}")
 
 
-def _save_over(chat: Chat, name: str, say: Say) -> None:
-    _save(chat, name, say, overwrite=True)
-
-
 def _load(chat: Chat, name: str, say: Say) -> None:
     messages = transcript.load(Path(name).expanduser())
     chat.conversation.load(messages)
     if chat.conversation.system and not chat.conversation.has_template:
         say("this model has no chat template: the system prompt is left out")
     say(f"{sum(message['role'] == 'user' for message in messages)} turns, which the model reads at the next one")
-
-
-def _reset(chat: Chat, _argument: str, _say: Say) -> None:
-    chat.conversation.reset()
-
-
-def _retry(chat: Chat, _argument: str, _say: Say) -> None:
-    chat.conversation.answer_again()
 
 
 def _set(chat: Chat, argument: str, say: Say) -> None:
@@ -147,20 +131,23 @@ def _number(name: str, text: str) -> Any:
         raise ValueError(f"{name} is {text!r}: expected {kind}, as in /set {name} 1") from None
 
 
-def _exit(_chat: Chat, _argument: str, _say: Say) -> bool:
-    return False
+def _help() -> str:
+    width = max(len(f"{name} {command.takes}") for name, command in COMMANDS.items())
+    return "\n".join(f"{f'{name} {command.takes}':{width}}  {command.text}" for name, command in COMMANDS.items())
 
 
 COMMANDS = {
-    "/help": SlashCommand("", "shows this", _help),
+    "/help": SlashCommand("", "shows this", lambda _chat, _argument, say: say(_help())),
     "/model": SlashCommand("[NAME]", "goes on with another model of the swarm, or shows which one answers", _model),
     "/adapter": SlashCommand(f"[NAME|DIR|{NONE}]", "goes on with an adapter, or without one", _adapter),
     "/system": SlashCommand(f"[TEXT|{NONE}]", "sets the system prompt, or shows it", _system),
     "/set": SlashCommand("[NAME VALUE]", f"sets {', '.join(SETTINGS)}, or shows them", _set),
-    "/retry": SlashCommand("", "writes the last answer again", _retry),
-    "/reset": SlashCommand("", "forgets all turns; the system prompt stays", _reset),
+    "/retry": SlashCommand("", "writes the last answer again", lambda chat, *_: chat.conversation.answer_again()),
+    "/reset": SlashCommand(
+        "", "forgets all turns; the system prompt stays", lambda chat, *_: chat.conversation.reset()
+    ),
     "/save": SlashCommand("FILE", "writes the conversation to a new file", _save),
-    "/save!": SlashCommand("FILE", "the same, over one that is there", _save_over),
+    "/save!": SlashCommand("FILE", "the same, over one that is there", partial(_save, overwrite=True)),
     "/load": SlashCommand("FILE", "goes on with a conversation that was saved", _load),
-    "/exit": SlashCommand("", "ends the conversation, like Ctrl-D", _exit),
+    "/exit": SlashCommand("", "ends the conversation, like Ctrl-D", lambda *_: False),
 }

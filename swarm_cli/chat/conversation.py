@@ -27,13 +27,14 @@ class Conversation:
 
     Attributes:
         options: the options for the choice of tokens, from the next answer on.
+        system: the system prompt, or an empty string.
         token_ids: the tokens of all turns that the current model has chosen or read.
         cache: the remote cache of the tokens that the model has computed.
     """
 
     def __init__(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase, options: TextOptions) -> None:
         self._model, self._tokenizer, self.options = model, tokenizer, options
-        self._system = ""
+        self.system = ""
         self._messages: list[Message] = []  # user and assistant alternate
         self._text = ""  # the text of these messages
         self._sent: list[int] = []  # tokens sent to the model; the cache holds the first of them
@@ -106,18 +107,13 @@ class Conversation:
         if name == "seed" and value is not None:
             torch.manual_seed(value)
 
-    @property
-    def system(self) -> str:
-        """Return the system prompt, or an empty string."""
-        return self._system
-
     def set_system(self, text: str) -> None:
         """Set the system prompt. Raise ValueError if the template takes none."""
         if text and not self.has_template:
             raise ValueError("this model has no chat template, and so takes no system prompt")
         if text:
             render(self._tokenizer, [{"role": "system", "content": text}, {"role": "user", "content": "?"}])
-        self._system = text
+        self.system = text
         self._replace(self._messages)
 
     @property
@@ -131,7 +127,7 @@ class Conversation:
 
     def load(self, messages: list[Message]) -> None:
         """Replace the system prompt and all turns."""
-        self._system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+        self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
         self._replace([message for message in messages if message["role"] != "system"])
 
     def move(self, model: RemoteModelMixin, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -146,8 +142,8 @@ class Conversation:
         self._messages, self._text, self.token_ids = messages, "", []
 
     def _with_system(self, messages: list[Message], *, always: bool = False) -> list[Message]:
-        if self._system and (self.has_template or always):
-            return [{"role": "system", "content": self._system}, *messages]
+        if self.system and (self.has_template or always):
+            return [{"role": "system", "content": self.system}, *messages]
         return messages
 
     def _tokens(self, text: str) -> list[int]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from swarm_cli.chat.chat import Chat
 from swarm_cli.chat.commands import carry_out
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.process.logs import say_error
 
-
-class TurnReader(Protocol):
-    """A source of turns, and an output for messages that are no answers."""
-
-    def read(self) -> str:
-        """Return the next turn. Raise EOFError at the end, and KeyboardInterrupt at Ctrl-C."""
-
-    def say(self, text: str) -> None: ...
+if TYPE_CHECKING:
+    from swarm_cli.chat.terminal import PipeReader, TerminalReader
 
 
-def run(chat: Chat, reader: TurnReader, *, interactive: bool) -> None:
+def run(chat: Chat, reader: TerminalReader | PipeReader, *, interactive: bool) -> None:
     """Answer turns until the input ends.
 
     Args:

@@ -31,9 +31,11 @@ class PipeReader:
     """A reader of turns from a file or a pipe, in which each line is a turn."""
 
     def read(self) -> str:
+        """Return the next turn. Raise EOFError at the end, and KeyboardInterrupt at Ctrl-C."""
         return input()
 
     def say(self, text: str) -> None:
+        """Print a message that is no answer."""
         print(text, file=sys.stderr)
 
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 
-from swarm_cli.commands.flags import SAMPLING, add_model_flags, add_swarm_flags, model_choice
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_command, add_model_flags, model_choice
 from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 
 
 def add_chat(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "chat",
-        formatter_class=WITH_DEFAULTS,
+        chat_command,
         help="a conversation with a model",
         description="Enter ends a turn, Alt+Enter or a backslash at its end begins another line; without a terminal, "
         "each line of input is a turn. Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, and /help shows "
         "the other commands. The model's chat template joins the turns; a model without one continues the text.",
     )
-    parser.set_defaults(command=chat_command)
-    add_swarm_flags(parser)
     add_model_flags(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=ANSWER_TOKENS, metavar="N", help="most tokens of an answer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import Command, Commands, add_command
 from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, check_location, locate
 from swarm_protocol.imports.light_imports import import_for_text
@@ -13,10 +13,9 @@ from swarm_protocol.process.invocation import add_common_flags
 
 
 def add_demo(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "demo", formatter_class=WITH_DEFAULTS, help="show servers that write text together while one of them is killed"
+    parser = add_command(
+        commands, "demo", demo_command, help="show servers that write text together while one of them is killed"
     )
-    parser.set_defaults(command=demo_command)
     parser.add_argument("prompt", nargs="?", default=None, help="a question, if the model has a chat template")
     parser.add_argument(
         "--model",

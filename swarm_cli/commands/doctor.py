@@ -7,8 +7,7 @@ import json
 import os
 import sys
 
-from swarm_cli.commands.flags import add_swarm_flags, swarm_config
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import Command, Commands, add_command, add_swarm_flags, swarm_config
 from swarm_client.generation.opening import check_model_name
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.process import signals
@@ -18,13 +17,13 @@ _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", 
 
 
 def add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
-        formatter_class=WITH_DEFAULTS,
+        doctor_command,
         help="find problems of this machine, its servers and the way to the swarm",
         description="Exit code 1 if something is marked ✗. Findings marked ! may be intended.",
     )
-    parser.set_defaults(command=doctor_command)
     add_swarm_flags(parser)
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="model to load here, or swarm://NAME"

@@ -6,8 +6,7 @@ import argparse
 import shlex
 import sys
 
-from swarm_cli.commands.flags import SWARM, add_swarm_flags, check_access
-from swarm_cli.commands.types import Command, Commands
+from swarm_cli.commands.flags import SWARM, Command, Commands, add_command, add_swarm_flags, check_access
 from swarm_cli.finetune.settings import FLAGS, FinetuneSettings, check_file
 from swarm_client.generation.opening import check_model_name
 from swarm_protocol.process import signals
@@ -15,14 +14,15 @@ from swarm_protocol.process.invocation import typed
 
 
 def add_finetune(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "finetune",
+        finetune_command,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="train an adapter or prompts on a file of text",
         epilog='A line of .jsonl is {"text": "…"}, or {"prompt": "…", "completion": "…"}, of which the completion is '
         "learned.",
     )
-    parser.set_defaults(command=finetune_command)
     add_swarm_flags(parser)
     FLAGS.add_to(parser)
 

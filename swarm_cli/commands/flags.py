@@ -1,10 +1,11 @@
-"""The flags that several commands share, and the values that these flags set."""
+"""The parsers of commands, the flags that several commands share, and the values that these flags set."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from swarm_client.core.config import COMPRESSIONS, ClientConfig
 from swarm_client.core.draft_names import check_draft_name
@@ -16,6 +17,8 @@ from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.process.invocation import add_common_flags
 from swarm_protocol.process.local_registry import checked_name
 
+Command = Callable[[], None]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 WHICH_SWARM = (
     Flag("initial_peers", "members of the swarm to join through", metavar="MULTIADDR"),
     Flag("discover", "also look for members on the local network"),
@@ -66,6 +69,15 @@ SAMPLING = ConfigFlags(
 )
 
 
+def add_command(
+    commands: Commands, name: str, command: Callable[[argparse.Namespace], Command], **texts: Any
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser, which shows the flags' defaults; ``texts`` are the parser's arguments."""
+    parser = commands.add_parser(name, **{"formatter_class": argparse.ArgumentDefaultsHelpFormatter} | texts)
+    parser.set_defaults(command=command)
+    return parser
+
+
 def add_swarm_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags that name the swarm, and say how to join it."""
     SWARM.add_to(command)
@@ -73,7 +85,7 @@ def add_swarm_flags(command: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags for the model, its choice of tokens, and its servers."""
+    """Add the flags for the swarm, the model, its choice of tokens, and its servers."""
     add_remote_flags(command)
     SAMPLING.add_to(command)
     command.add_argument(
@@ -84,7 +96,8 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
 
 
 def add_remote_flags(command: argparse.ArgumentParser) -> None:
-    """Add the flags for the model and its servers."""
+    """Add the flags for the swarm, the model, and its servers."""
+    add_swarm_flags(command)
     add_model_flag(command)
     command.add_argument("--revision", help="branch, tag or commit of a hub model")
     add_gguf_flag(command)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import SAMPLING, add_model_flags, add_swarm_flags, model_choice
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_command, add_model_flags, model_choice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.imports.light_imports import import_for_text
@@ -15,11 +14,7 @@ _SEARCH = ConfigFlags(TextOptions, Flag("max_new_tokens", metavar="N"), Flag("nu
 
 
 def add_generate(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "generate", formatter_class=WITH_DEFAULTS, help="continue a text, printing it as it is written"
-    )
-    parser.set_defaults(command=generate_command)
-    add_swarm_flags(parser)
+    parser = add_command(commands, "generate", generate_command, help="continue a text, printing it as it is written")
     add_model_flags(parser)
     parser.add_argument("prompt")
     _SEARCH.add_to(parser)

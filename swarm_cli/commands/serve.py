@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import add_remote_flags, add_swarm_flags, remote_config
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import Command, Commands, add_command, add_remote_flags, remote_config
 from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
 from swarm_models.checkpoints.default_model import named_model
 from swarm_protocol.access.member_flags import CONFIG_RULES
@@ -16,19 +15,18 @@ from swarm_protocol.process.invocation import typed
 
 
 def add_serve(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "serve",
-        formatter_class=WITH_DEFAULTS,
+        serve_command,
         help="an OpenAI-compatible HTTP API over a swarm",
         description="Serves --model and every other model of the swarm, at /v1/chat/completions, /v1/completions and "
         "/v1/models; /health and /metrics are for operators.",
     )
-    parser.set_defaults(command=serve_command)
     _add_flags(parser)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    add_swarm_flags(parser)
     add_remote_flags(parser)
     add_serve_flags(parser)
 

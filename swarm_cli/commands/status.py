@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from swarm_cli.commands.flags import add_swarm_flags, swarm_config
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import Command, Commands, add_command, add_swarm_flags, swarm_config
 from swarm_protocol.process import signals
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two displays of a swarm
 
 
 def add_status(commands: Commands) -> None:
-    parser = commands.add_parser("status", formatter_class=WITH_DEFAULTS, help="show the swarm's servers and blocks")
-    parser.set_defaults(command=status_command)
+    parser = add_command(commands, "status", status_command, help="show the swarm's servers and blocks")
     add_swarm_flags(parser)
     parser.add_argument("--model", metavar="NAME", help="show only this model")
     parser.add_argument("--json", action="store_true", help="print JSON; with --watch, a line of it each time")

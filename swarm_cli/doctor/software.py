@@ -23,17 +23,14 @@ _UPDATE = f"pip install -U {DISTRIBUTION}"
 
 
 def software_checks() -> list[DoctorCheck]:
+    version = platform.python_version()
     return [
-        DoctorCheck("Python", _python),
+        DoctorCheck("Python", lambda: [ok("Python", f"{version}, {platform.system()} {platform.machine()}")]),
         DoctorCheck("packages", _packages),
         DoctorCheck("processor", lambda: [processor(_cpu_flags())]),
         DoctorCheck("kernel", lambda: [compiled_kernel()], _IMPORT_S),
         DoctorCheck("GPU", _gpu, _IMPORT_S),
     ]
-
-
-def _python() -> Iterator[Finding]:
-    yield ok("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
 
 
 def _packages() -> Iterator[Finding]:

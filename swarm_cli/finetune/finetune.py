@@ -44,6 +44,7 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
     from swarm_cli.finetune.trainer import last_checkpoint
     from swarm_cli.finetune.training_data import file_digest
     from swarm_client.model.left_out import notes_on_training
+    from swarm_client.model.model import DistributedModel
 
     digests = {}
     for name, path in (("data", settings.data), ("validation", settings.validation)):
@@ -54,7 +55,9 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
         settings.require_same_data((settings.output / RUN).read_text(), digests)
     tokenizer, model_config = open_model(settings)
     training, validation = load_data(settings, tokenizer, model_config)
-    with connect(settings) as model:
+    with DistributedModel.from_pretrained(
+        settings.model, config=settings.client_config(), revision=settings.revision
+    ) as model:
         set_seed(settings.seed)
         add_parameters(model, settings)
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -140,12 +143,6 @@ def sequence_length(settings: FinetuneSettings, model_config: PretrainedConfig) 
         virtual = f", {num_virtual} of them for the prompt" if num_virtual else ""
         raise ValueError(f"the model has {limit} positions{virtual}: choose a shorter --sequence-length")
     return settings.sequence_length or int(min(DEFAULT_LENGTH, room))
-
-
-def connect(settings: FinetuneSettings) -> RemoteModelMixin:
-    from swarm_client.model.model import DistributedModel
-
-    return DistributedModel.from_pretrained(settings.model, config=settings.client_config(), revision=settings.revision)
 
 
 def add_parameters(model: RemoteModelMixin, settings: FinetuneSettings) -> None:

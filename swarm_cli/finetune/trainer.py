@@ -124,13 +124,10 @@ class RandomState(TrainerCallback):
     """A callback that keeps the state of the random numbers after each step, so that a step can be repeated."""
 
     def __init__(self) -> None:
-        self._remember()
-
-    def _remember(self) -> None:
-        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        self.on_step_end()
 
     def on_step_end(self, *_args: Any, **_others: Any) -> None:
-        self._remember()
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     on_evaluate = on_step_end
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
+from swarm_cli.commands.flags import Command, Commands, add_command
 from swarm_models.checkpoints.default_model import (
     DEFAULT_MODEL,
     add_gguf_flag,
@@ -21,14 +21,14 @@ _MIN_TOKENS = 256
 
 
 def add_quantize(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "quantize",
-        formatter_class=WITH_DEFAULTS,
+        quantize_command,
         help="write a checkpoint in 4 bits that --quant int4 takes as it is",
         description="Rounds each weight so that the outputs of its layer for a text change least. Servers round "
         "without a text, which costs more quality. The directory can be given to servers and clients as --model.",
     )
-    parser.set_defaults(command=quantize_command)
     add = parser.add_argument
     add("--model", default=DEFAULT_MODEL, metavar="NAME_OR_PATH", help="name on the hub, directory or GGUF file")
     add_gguf_flag(parser)

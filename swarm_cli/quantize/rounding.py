@@ -47,7 +47,11 @@ class RoundedBlock:
         layers = [layer for layer in linear_names(self._block) if f"{layer}.weight" in names]
         weights = {layer: names[f"{layer}.weight"] for layer in layers}
         for name in weights.values():
-            _refuse_four_bits(stored[name])
+            if stored_int4(stored[name]) is not None:
+                raise UnsupportedModel(
+                    f"{name} is in 4 bits already, and servers with --quant int4 take these as they are: "
+                    "expected a checkpoint in more bits"
+                )
         self._weights = {layer: name for layer, name in weights.items() if self._is_plain(layer, stored[name])}
 
     def round(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -103,12 +107,10 @@ class RoundedBlock:
     @contextmanager
     def _recorded(self, layers: Container[str], record: Any) -> Iterator[None]:
         """Call ``record(layer, input)`` with the input of each of these layers while the block computes."""
-
-        def hook_of(layer: str) -> Any:
-            return lambda _module, args: record(layer, args[0])
-
         hooks = [
-            self._block.get_submodule(layer).register_forward_pre_hook(hook_of(layer))
+            self._block.get_submodule(layer).register_forward_pre_hook(
+                lambda _module, args, layer=layer: record(layer, args[0])
+            )
             for layer in self._weights
             if layer in layers
         ]
@@ -117,11 +119,3 @@ class RoundedBlock:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _refuse_four_bits(stored: StoredTensor) -> None:
-    if stored_int4(stored) is not None:
-        raise UnsupportedModel(
-            f"{stored.name} is in 4 bits already, and servers with --quant int4 take these as they are: "
-            "expected a checkpoint in more bits"
-        )

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from swarm_cli.commands.flags import WHICH_SWARM, remote_config
+from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands, add_command, remote_config
 from swarm_cli.commands.serve import parse_serve
-from swarm_cli.commands.types import WITH_DEFAULTS, Command, Commands
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.app.serving import ServeSettings, listen
 from swarm_models.checkpoints.default_model import add_gguf_flag, add_model_flag
@@ -26,14 +25,14 @@ _GATEWAY_LEAVE_S = 30.0  # its answers get 5 s; then it leaves the swarm
 
 
 def add_up(commands: Commands) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "up",
-        formatter_class=WITH_DEFAULTS,
+        up_command,
         help="share this machine and open a chat: a server, a gateway and a browser at once",
         description="Runs `server` and `serve` until Ctrl-C, which ends both in order. Other flags of the two are "
         "taken from their tables in the configuration file.",
     )
-    parser.set_defaults(command=up_command)
     add = parser.add_argument
     add_model_flag(parser)
     add("--revision", help="branch, tag or commit of a hub model")

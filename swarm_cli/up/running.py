@@ -12,7 +12,7 @@ import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swarm_cli.up.supervisor import SupervisedChild, Supervisor
+from swarm_cli.up.supervisor import ChildProcess, Supervisor
 from swarm_gateway.app.serving import SERVING_ON
 from swarm_protocol.process.logs import ERASE_LINE, shows_progress
 from swarm_protocol.wire.printable import printable
@@ -21,7 +21,7 @@ _READY = "ready "  # begins the line of a server that is ready
 _LOOK_S = 0.5  # between two looks at the swarm, until the gateway can answer
 _TIMEOUT_S = 5.0  # for the gateway, which is on this machine
 _MAX_COMMAND = 4000  # characters of a command, which has addresses of several members
-Start = Callable[[], SupervisedChild]
+Start = Callable[[], ChildProcess]
 SwarmJson = Mapping[str, Any]  # of docs/reference/monitor-api.md
 Look = Callable[[str], SwarmJson | None]
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.failures import undone_on_error
@@ -22,30 +22,13 @@ _POLL_S = 0.1
 _LAST_LINES_S = 1.0  # for log lines that an ended child has written
 
 
-class SupervisedChild(Protocol):
-    """A child process of a ``Supervisor``."""
-
-    @property
-    def name(self) -> str:
-        """Return the name for messages, such as "server"."""
-
-    def line(self, beginning: str) -> str:
-        """Return the first line of its stdout that begins so; empty until there is one."""
-
-    @property
-    def code(self) -> int | None:
-        """Return its exit code, which is negative after a signal that killed it, or None while it runs."""
-
-    def end(self) -> None:
-        """Ask it to end and wait until it has; kill it if that takes too long."""
-
-    def kill(self) -> None: ...
-
-
 class ChildProcess:
-    """A command of ours that this process has started, see ``SupervisedChild``. It ends if this process is killed.
+    """A command of ours that this process has started. It ends if this process is killed.
 
     Ctrl-C does not reach it, because it is a process group of its own: the supervisor ends its children in order.
+
+    Attributes:
+        name: the name for messages, such as "server".
     """
 
     def __init__(self, name: str, command: Sequence[str], leave_s: float, *, is_relayed: bool = False) -> None:
@@ -71,13 +54,16 @@ class ChildProcess:
             reader.start()
 
     def line(self, beginning: str) -> str:
+        """Return the first line of its stdout that begins so; empty until there is one."""
         return next((line for line in self._printed if line.startswith(beginning)), "")
 
     @property
     def code(self) -> int | None:
+        """Return its exit code, which is negative after a signal that killed it, or None while it runs."""
         return self._process.poll()
 
     def end(self) -> None:
+        """Ask it to end and wait until it has; kill it if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(self._leave_s)
@@ -108,9 +94,9 @@ class Supervisor:
     """A context whose child processes end with it, the youngest first. A second Ctrl-C meanwhile kills them."""
 
     def __init__(self) -> None:
-        self._children: list[SupervisedChild] = []
+        self._children: list[ChildProcess] = []
 
-    def add(self, child: SupervisedChild) -> SupervisedChild:
+    def add(self, child: ChildProcess) -> ChildProcess:
         self._children.append(child)
         return child
 
@@ -123,7 +109,7 @@ class Supervisor:
             time.sleep(poll_s)
         return found
 
-    def _obituary(self, ended: SupervisedChild, code: int) -> str:
+    def _obituary(self, ended: ChildProcess, code: int) -> str:
         how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         others = [f"the {child.name}" for child in self._children if child is not ended]
         return f"the {ended.name} {how}" + (f"; {' and '.join(others)} had to end, too" if others else "")

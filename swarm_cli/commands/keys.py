@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands, add_command
 from swarm_client.core.config import ClientConfig
+from swarm_protocol.config_flags import ConfigFlags
 from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.invocation import add_common_flags
-from swarm_protocol.process.local_registry import checked_name
 
 if TYPE_CHECKING:
     from swarm_cli.keys.grants import GrantEntry
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 _DAY_S = 24 * 3600.0
 _MAX_DAYS = 3660.0
-Command = Callable[[], None]
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_SWARM = ConfigFlags(ClientConfig, *WHICH_SWARM)
 
 
 def add_keys(commands: Commands) -> None:
@@ -35,11 +35,8 @@ def add_keys(commands: Commands) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, run: Callable[[argparse.Namespace], Command], text: str) -> Callable[..., argparse.Action]:
-        subparser = actions.add_parser(
-            name, formatter_class=argparse.ArgumentDefaultsHelpFormatter, help=text, description=text
-        )
-        subparser.set_defaults(command=run)
+    def action(name: str, run: Callable[[argparse.Namespace], Command], text: str) -> argparse.ArgumentParser:
+        subparser = add_command(actions, name, run, help=text, description=text)
         if name != "identity":
             subparser.add_argument(
                 "--key",
@@ -48,30 +45,23 @@ def add_keys(commands: Commands) -> None:
                 help="the organiser's key; by default one in the user's configuration",
             )
         add_common_flags(subparser)
-        return subparser.add_argument
+        return subparser
 
-    add = action("create", _create, "make the organiser's key, and print its public half: the swarm key")
+    add = action("create", _create, "make the organiser's key, and print its public half: the swarm key").add_argument
     add("--out", type=Path, dest="key", metavar="FILE", help="the same as --key")
-    add = action("grant", _grant, "make somebody a member: writes a membership file")
+    add = action("grant", _grant, "make somebody a member: writes a membership file").add_argument
     add("--role", required=True, metavar="ROLE", help="server, client, trainer (a client that trains) or moderator")
     add("--name", required=True, dest="member", metavar="NAME", help="name of the member in lists")
     add("--days", required=True, type=float, metavar="N", help="duration of the membership; may be a fraction")
     add("--peer", metavar="PEER_ID", help="peer with a key of its own; else the file has a new key, and is secret")
     add("--out", type=Path, metavar="FILE", help="file to write; by default NAME.membership in this directory")
-    add = action("revoke", _revoke, "revoke grants, at once if the swarm runs")
-    add("grants", nargs="+", metavar="NAME_OR_ID", help="names or ids, as `swarm keys list` shows them")
-    _add_swarm_flags(add)
-    add = action("publish", _publish, "publish all revocations to a swarm again")
-    _add_swarm_flags(add)
-    add = action("list", _list, "show what was granted")
-    add("--json", action="store_true", help="print JSON")
-    add = action("identity", _identity, "print the peer id of a key file, which is created if it is missing")
-    add("file", type=Path, metavar="FILE")
-
-
-def _add_swarm_flags(add: Callable[..., argparse.Action]) -> None:
-    add("--initial-peers", nargs="+", default=[], metavar="MULTIADDR", help="members of the swarm to join through")
-    add("--swarm", default=ClientConfig.swarm, metavar="NAME", help="name of the swarm")
+    revoke = action("revoke", _revoke, "revoke grants, at once if the swarm runs")
+    revoke.add_argument("grants", nargs="+", metavar="NAME_OR_ID", help="names or ids, as `swarm keys list` shows them")
+    _SWARM.add_to(revoke)
+    _SWARM.add_to(action("publish", _publish, "publish all revocations to a swarm again"))
+    action("list", _list, "show what was granted").add_argument("--json", action="store_true", help="print JSON")
+    identity = action("identity", _identity, "print the peer id of a key file, which is created if it is missing")
+    identity.add_argument("file", type=Path, metavar="FILE")
 
 
 def _create(args: argparse.Namespace) -> Command:
@@ -123,7 +113,7 @@ def _grant(args: argparse.Namespace) -> Command:
 def _revoke(args: argparse.Namespace) -> Command:
     from swarm_cli.keys.grants import GrantsFile
 
-    key, config = _key(args), _config(args)
+    key, config = _key(args), ClientConfig(**_SWARM.values(args))
 
     def run() -> None:
         revoked = GrantsFile(_key_path(args)).revoke(args.grants)
@@ -137,7 +127,7 @@ def _revoke(args: argparse.Namespace) -> Command:
 def _publish(args: argparse.Namespace) -> Command:
     from swarm_cli.keys.grants import GrantsFile
 
-    key, config = _key(args), _config(args)
+    key, config = _key(args), ClientConfig(**_SWARM.values(args))
 
     def run() -> None:
         revoked = GrantsFile(_key_path(args)).revoked()
@@ -191,10 +181,6 @@ def _publish_to_swarm(key: OrganiserKey, config: ClientConfig, revoked: list[Gra
             f"the swarm has not received the revocation, so it still lets them in: {error}. Once it runs: "
             "`swarm keys publish`"
         ) from None
-
-
-def _config(args: argparse.Namespace) -> ClientConfig:
-    return ClientConfig(initial_peers=tuple(args.initial_peers), swarm=checked_name(args.swarm))
 
 
 def _key(args: argparse.Namespace) -> OrganiserKey:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_cli.command_line import main
+from swarm_cli.command_line import main, parse_args
 from swarm_client.core.access import client_access
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.access.member_flags import ENVIRONMENT
@@ -156,3 +156,9 @@ def test_a_swarm_key_alone_makes_a_client_that_trusts_members_only(keys: Keys) -
         server_access(ServerConfig(swarm_key=swarm_key))
     with pytest.raises(ValueError, match="--open-to-clients with --membership"):
         server_access(ServerConfig(open_to_clients=True))
+
+
+@pytest.mark.parametrize("action", ["revoke", "publish"])
+def test_a_swarm_is_found_on_the_local_network_too(action: str) -> None:
+    command = ["keys", action, *(["ada"] if action == "revoke" else [])]
+    assert parse_args([*command, "--discover"]).discover and not parse_args(command).discover
