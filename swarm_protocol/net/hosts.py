@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:
@@ -28,6 +29,23 @@ def host_port(host: str, port: int) -> str:
     """Return ``HOST:PORT``; an IPv6 address gets brackets, unless it has them already."""
     host = _without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether ``host`` is a name or address of this machine's loopback."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def called_host(headers: Sequence[str]) -> str:
+    """Return the host in a request's only ``Host`` header, which browsers always send; empty if it is not valid."""
+    try:
+        (header,) = headers
+        return split_address(header, 0)[0]
+    except ValueError:
+        return ""
 
 
 def _without_brackets(host: str) -> str:

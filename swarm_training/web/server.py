@@ -13,7 +13,7 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 from typing import Any
 
-from swarm_protocol.net.hosts import host_port, split_address
+from swarm_protocol.net.hosts import called_host, host_port, is_loopback_host, split_address
 from swarm_training.contract.views import RunView
 from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 from swarm_training.losses.drawing import draw
@@ -31,6 +31,8 @@ class WatchServer:
 
     Attributes:
         url: where a browser finds the page.
+        is_local: only this machine reaches the page. Requests must then name its loopback as their host, which keeps
+            out pages that a browser has loaded from other sites.
     """
 
     def __init__(self, address: str) -> None:
@@ -40,6 +42,7 @@ class WatchServer:
             ValueError: the address is none, or it cannot be listened at.
         """
         host, port = _split(address)
+        self.is_local = is_loopback_host(host)
         self._bodies: Mapping[str, Body] = {
             "/": ("text/html; charset=utf-8", _PAGE.read_bytes()),
             "/view.json": ("application/json", _NOTHING_YET),
@@ -102,9 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         assert isinstance(self.server, _Server)
-        found = self.server.shown.body(self.path.partition("?")[0])
-        kind, body = found or ("text/plain; charset=utf-8", b"There is nothing here: the page is at /.\n")
-        self.send_response(200 if found else 404)
+        found, shown = None, self.server.shown
+        status, reason = 403, b"The host of the request is no name of this machine's loopback.\n"
+        if not shown.is_local or is_loopback_host(called_host(self.headers.get_all("Host", []))):
+            found = shown.body(self.path.partition("?")[0])
+            status, reason = 200 if found else 404, b"There is nothing here: the page is at /.\n"
+        kind, body = found or ("text/plain; charset=utf-8", reason)
+        self.send_response(status)
         policy = _SVG_POLICY if kind == _SVG else _POLICY
         own = {"Content-Type": kind, "Content-Length": str(len(body)), "Content-Security-Policy": policy}
         for name, value in {**own, **_HEADERS}.items():

@@ -45,6 +45,14 @@ class TestShares:
         assert not shares(*neighbours).exceeds(neighbours[0], held)
         assert shares(far, *neighbours).exceeds(neighbours[0], held)
 
+    def test_callers_whose_address_says_nothing_do_not_share_one(self) -> None:
+        far, held = Caller("far", "192.0.2.2"), Held()
+        for client in (ANNA, BERT):
+            held.add(client, 30)
+        everybody = shares(ANNA, BERT, far)
+        assert everybody.of(ANNA) == everybody.of(far) == 100 / 3
+        assert not everybody.exceeds(ANNA, held)
+
 
 class TestPromises:
     def test_of_those_who_never_began_are_given_back_first(self) -> None:

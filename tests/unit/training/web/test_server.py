@@ -28,10 +28,10 @@ def server() -> Iterator[WatchServer]:
         yield server
 
 
-def ask(server: WatchServer, path: str, method: str = "GET") -> tuple[HTTPResponse, bytes]:
+def ask(server: WatchServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
     where = urlsplit(server.url)
     with closing(HTTPConnection(where.hostname, where.port, timeout=30)) as connection:
-        connection.request(method, path)
+        connection.request(method, path, headers=headers)
         response = connection.getresponse()
         return response, response.read()
 
@@ -61,6 +61,15 @@ def test_what_is_not_there_is_not_found_and_head_has_no_body(server: WatchServer
     response, body = ask(server, "/", "HEAD")
     assert response.status == 200 and int(response.headers["Content-Length"]) > 1000 and body == b""
     assert ask(server, "/", "POST")[0].status == 501
+
+
+def test_a_page_of_another_site_reads_nothing(server: WatchServer) -> None:
+    server.show(VIEW, as_json(VIEW))
+    for host in ("rebound.example", "rebound.example:8090", "192.0.2.1", ""):
+        response, body = ask(server, "/view.json", Host=host)
+        assert response.status == 403 and b"loopback" in body, host
+    for host in ("localhost:8090", "127.0.0.1", "[::1]:8090"):
+        assert ask(server, "/view.json", Host=host)[0].status == 200, host
 
 
 def test_the_page_runs_its_own_script_alone_and_loads_nothing_from_elsewhere(server: WatchServer) -> None:
