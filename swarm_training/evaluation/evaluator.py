@@ -57,12 +57,7 @@ class Evaluator:
         reason_to_end: why the run has ended; empty while it goes on.
     """
 
-    def __init__(
-        self,
-        policy: EvaluationPolicy,
-        peer: EvaluatedPeer,
-        in_thread: InThread,
-    ) -> None:
+    def __init__(self, policy: EvaluationPolicy, peer: EvaluatedPeer, in_thread: InThread) -> None:
         self.policy = policy
         self.history = EvaluationHistory()
         self.reason_to_end = ""

@@ -43,12 +43,7 @@ class LedgerCredentials:
 class Crediting:
     """A peer's signer and checker of contributions. Training goes on whatever is wrong with the ledger."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        member: LedgerCredentials,
-        moment: Callable[[], Moment],
-    ) -> None:
+    def __init__(self, ledger: Ledger, member: LedgerCredentials, moment: Callable[[], Moment]) -> None:
         """Sign as ``member``. ``moment``: returns where the run is."""
         self._ledger = ledger
         self._member = member

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from swarm_training.optim.dynamic_quantization import dequantize, quantize
 from swarm_training.optim.rules import Moments, StateInPlace, UpdateRule, adamw_update, lamb_update
@@ -20,7 +21,7 @@ class Offloaded8bit(StateInPlace):
     one parameter at a time, and peers with and without GPUs get the same bits.
     """
 
-    _rule: ClassVar[UpdateRule]
+    _rule: UpdateRule
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -36,13 +37,17 @@ class Offloaded8bit(StateInPlace):
 class LAMB8bit(Offloaded8bit):
     """An ``Offloaded8bit`` with LAMB. Peers compare class names, so that different rules are noticed."""
 
-    _rule = staticmethod(lamb_update)
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._rule = lamb_update
 
 
 class AdamW8bit(Offloaded8bit):
     """An ``Offloaded8bit`` with AdamW; see ``LAMB8bit``."""
 
-    _rule = staticmethod(adamw_update)
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._rule = adamw_update
 
 
 def _load(state: dict[str, Tensor], weights: Tensor) -> Moments:
