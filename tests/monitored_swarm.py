@@ -15,7 +15,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_gateway.app.app import create_app
 from swarm_gateway.app.serving import listen
-from swarm_gateway.history.recorder import HistoryRecorder, Watched
+from swarm_gateway.history.recorder import HistoryRecorder
 from swarm_gateway.history.store import HistoryStore
 from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
@@ -110,7 +110,7 @@ class NoModels:
 
 @contextmanager
 def monitor_served(
-    monitor: Watched,
+    monitor: Any,
     keys: tuple[str, ...] = (),
     history: HistoryStore | None = None,
     config: ClientConfig | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from swarm_gateway.answers.reasoning import may_reason
+from swarm_gateway.answers.reasoning import reasoning_format_of
 from swarm_gateway.answers.tools import call_regions
 
 
@@ -13,7 +13,7 @@ def capabilities_of(tokenizer: PreTrainedTokenizerBase, *, sees: bool) -> list[s
     found = ["completion", "embedding"]
     if call_regions(tokenizer):
         found.append("tools")
-    if may_reason(tokenizer):
+    if reasoning_format_of(str(tokenizer.chat_template or "")) is not None:
         found.append("thinking")
     if sees:
         found.append("vision")

@@ -98,11 +98,6 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
     return next((known for known in FORMATS if known.marker in template), None)
 
 
-def may_reason(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the model's answers may have reasoning."""
-    return reasoning_format_of(str(tokenizer.chat_template or "")) is not None
-
-
 def reasoning_of(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> ExpectedReasoning | None:
     """Return the reasoning of the answer to ``prompt``, which are token ids; None if the answer has none.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -10,7 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from swarm_gateway.anthropic_api.formats import ANTHROPIC, MessageFormat
 from swarm_gateway.anthropic_api.requests import CountRequest, MessagesRequest
-from swarm_gateway.generation.beginning import begin, read_request
+from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.sampling import prompts_of
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
@@ -23,26 +22,22 @@ def anthropic_router(gateway: Gateway) -> APIRouter:
 
     @router.post("")
     async def answer(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        began_s = time.perf_counter()
-        asked, num_bytes = await read_request(gateway, MessagesRequest, request, key)
-        chunks = _generated(gateway, asked, num_bytes, key, began_s)
-        return ChunkedResponse(chunks, is_stream=asked.stream, dialect=ANTHROPIC)
+        received = await read_request(gateway, MessagesRequest, request, key)
+        return ChunkedResponse(_generated(received), is_stream=received.fields.stream, dialect=ANTHROPIC)
 
     @router.post("/count_tokens")
     async def count(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        asked, num_bytes = await read_request(gateway, CountRequest, request, key)
-        return ChunkedResponse(_counted(gateway, asked, num_bytes, key), is_stream=False, dialect=ANTHROPIC)
+        received = await read_request(gateway, CountRequest, request, key)
+        return ChunkedResponse(_counted(received), is_stream=False, dialect=ANTHROPIC)
 
     return router
 
 
-async def _generated(
-    gateway: Gateway, asked: MessagesRequest, num_bytes: int, key: str, began_s: float
-) -> AsyncGenerator[bytes, None]:
-    work = await begin(gateway, asked.as_chat(), num_bytes, key, began_s)
+async def _generated(received: ReceivedRequest[MessagesRequest]) -> AsyncGenerator[bytes, None]:
+    work = await begin(received, received.fields.as_chat())
     form = MessageFormat(work.model.name, work.num_prompt)
     async with aclosing(work.items()) as items:
-        if not asked.stream:
+        if not received.fields.stream:
             found = [item async for item in items if isinstance(item, Delta)]
             yield as_json(form.whole(found, work.num_generated))
             return
@@ -51,7 +46,8 @@ async def _generated(
                 yield b"".join(map(ANTHROPIC.chunk, events))
 
 
-async def _counted(gateway: Gateway, asked: CountRequest, num_bytes: int, key: str) -> AsyncGenerator[bytes, None]:
-    model, chat = await gateway.models.get(asked.model), asked.as_chat()
-    (prompt,) = await gateway.preparations.run(key, num_bytes, lambda: prompts_of(chat, model))
+async def _counted(received: ReceivedRequest[CountRequest]) -> AsyncGenerator[bytes, None]:
+    gateway, chat = received.gateway, received.fields.as_chat()
+    model = await gateway.models.get(chat.model)
+    ((prompt, _),) = await gateway.preparations.run(received.key, received.num_bytes, lambda: prompts_of(chat, model))
     yield as_json({"input_tokens": len(prompt)})

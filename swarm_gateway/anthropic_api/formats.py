@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swarm_gateway.answers.answer_reader import ToolCall
-from swarm_gateway.generation.generating import Delta
+from swarm_gateway.generation.generating import Delta, joined
 from swarm_gateway.generation.parts import object_of
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.http import EVENT_STREAM, Dialect, as_json
@@ -47,12 +47,13 @@ class MessageFormat:
 
     def whole(self, deltas: Sequence[Delta], num_generated: int) -> dict[str, Any]:
         """Return the answer that these pieces make."""
-        text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
-        calls = [_tool_use(call, object_of(call.arguments)) for delta in deltas for call in delta.calls]
+        whole = joined(deltas)
+        text, reasoning = whole.text, whole.reasoning
+        calls = [_tool_use(call, object_of(call.arguments)) for call in whole.calls]
         content: list[dict[str, Any]] = [_block("thinking") | {"thinking": reasoning}] if reasoning else []
         if text.strip() or not (content or calls):
             content.append(_block("text") | {"text": text})
-        return self._message([*content, *calls], _end(deltas[-1]), num_generated)
+        return self._message([*content, *calls], _end(whole), num_generated)
 
     def events(self, delta: Delta, num_generated: int) -> Iterator[dict[str, Any]]:
         """Yield the events of one piece. The first piece also has the stream's beginning, and the last one its end."""

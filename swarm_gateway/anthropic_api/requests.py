@@ -6,8 +6,9 @@ Fields without an effect on the text are ignored; all others that are not suppor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
@@ -39,11 +40,11 @@ _MESSAGES: dict[str, Values] = _COUNT | {
 
 
 class _Part(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _PART
+    UNSUPPORTED = _PART
 
 
 class TextBlock(_Part):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _TEXT
+    UNSUPPORTED = _TEXT
     type: Literal["text"]
     text: str
 
@@ -52,17 +53,8 @@ class TextBlock(_Part):
         return {"type": "text", "text": self.text}
 
 
-def _text_blocks(content: Any) -> Any:
-    """Return content as a list of blocks. Raise ApiError if a block is no text."""
-    return _only_blocks(content, ("text",))
-
-
-def _blocks(content: Any) -> Any:
-    """Return content as a list of blocks. Raise ApiError if the type of a block is not supported."""
-    return _only_blocks(content, _BLOCKS)
-
-
-def _only_blocks(content: Any, kinds: tuple[str, ...]) -> Any:
+def _only_blocks(kinds: tuple[str, ...], content: Any) -> Any:
+    """Return content as a list of blocks. Raise ApiError if a block is of another type."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     for block in content if isinstance(content, list) else []:
@@ -73,12 +65,7 @@ def _only_blocks(content: Any, kinds: tuple[str, ...]) -> Any:
     return content
 
 
-def _result_blocks(content: Any) -> Any:
-    """Return the result of a call as a list of blocks. Raise ApiError if a block is neither text nor a picture."""
-    return _only_blocks(content, ("text", "image"))
-
-
-TextBlocks = Annotated[list[TextBlock], BeforeValidator(_text_blocks)]
+TextBlocks = Annotated[list[TextBlock], BeforeValidator(partial(_only_blocks, ("text",)))]
 
 
 class PictureSource(_Part):
@@ -88,7 +75,7 @@ class PictureSource(_Part):
 
 
 class PictureBlock(_Part):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    UNSUPPORTED = _CALL
     type: Literal["image"]
     source: PictureSource
 
@@ -98,7 +85,7 @@ class PictureBlock(_Part):
 
 
 class ToolUseBlock(_Part):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    UNSUPPORTED = _CALL
     type: Literal["tool_use"]
     id: str
     name: str
@@ -111,7 +98,8 @@ class ToolResultBlock(_Part):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        list[Annotated[TextBlock | PictureBlock, Field(discriminator="type")]], BeforeValidator(_result_blocks)
+        list[Annotated[TextBlock | PictureBlock, Field(discriminator="type")]],
+        BeforeValidator(partial(_only_blocks, ("text", "image"))),
     ] = Field(default=[])
     is_error: bool = False
 
@@ -139,7 +127,7 @@ Block = Annotated[
 
 class AnthropicMessage(_Part):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], BeforeValidator(_blocks), Field(min_length=1)]
+    content: Annotated[list[Block], BeforeValidator(partial(_only_blocks, _BLOCKS)), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _blocks_of_its_role(self) -> AnthropicMessage:
@@ -186,7 +174,7 @@ class AnthropicMessage(_Part):
 
 
 class AnthropicTool(_Part):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _TOOL
+    UNSUPPORTED = _TOOL
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
@@ -285,11 +273,11 @@ class MessagesPrompt(_Part):
 
 
 class CountRequest(MessagesPrompt):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COUNT
+    UNSUPPORTED = _COUNT
 
 
 class MessagesRequest(MessagesPrompt):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGES
+    UNSUPPORTED = _MESSAGES
     max_tokens: int = Field(ge=1)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=_MOST_STOPS)
     stream: bool = False
@@ -306,5 +294,5 @@ class MessagesRequest(MessagesPrompt):
 class _Chat(ChatRequest):
     """A chat request whose ``max_tokens`` is a bound that clients must give, however few positions the model has."""
 
-    TAKES_FEWER: ClassVar[bool] = True
+    TAKES_FEWER = True
     stop: list[str] = Field(default=[], max_length=_MOST_STOPS)

@@ -28,14 +28,14 @@ from swarm_gateway.responses_api.endpoints import responses_router
 from swarm_gateway.responses_api.store import ResponseStore
 from swarm_gateway.web.http import OPENAI, Dialect, Gateway, refusal
 from swarm_gateway.web.metrics import CountRequests, Metrics
-from swarm_gateway.web.models import Models
+from swarm_gateway.web.models import SwarmModels
 from swarm_protocol.telemetry.exporting import Telemetry
 
 _WATCHED = ("/health", "/metrics")
 
 
 def create_app(
-    models: Models,
+    models: SwarmModels,
     limits: GatewayLimits = DEFAULT_LIMITS,
     keys: Sequence[str] = (),
     monitored: Monitored | None = None,

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, is_loopback, read_keys
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, read_keys
+from swarm_protocol.config_flags import ConfigFlags, Flag
+from swarm_protocol.net.hosts import is_loopback_host
 from swarm_protocol.process import signals
 from swarm_protocol.wire.printable import printable
 
@@ -43,7 +45,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
-        if not self.keys and not is_loopback(self.host):
+        if not self.keys and not is_loopback_host(self.host):
             raise ValueError(
                 f"--host {self.host} is reached from other machines: give --api-keys FILE, with a key in each line"
             )
@@ -54,41 +56,39 @@ class ServeSettings:
         if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
-        limits = GatewayLimits(args.max_active, args.max_queued, args.requests_per_minute)
-        return cls(args.host, args.port, keys, limits, args.history, args.responses, args.batches)
+        limits = GatewayLimits(**_LIMITS.values(args))
+        return cls(keys=keys, limits=limits, **_PLACE.values(args), **_FILES.values(args))
+
+
+_PLACE = ConfigFlags(
+    ServeSettings,
+    Flag("host", "address to listen on; one that other machines reach needs --api-keys"),
+    Flag("port", "port to listen on; 0: any free port", metavar="N"),
+)
+_LIMITS = ConfigFlags(
+    GatewayLimits,
+    Flag("max_active", "most generations at the same time", metavar="N"),
+    Flag("max_queued", "most generations that wait for a turn", metavar="N"),
+    Flag("requests_per_minute", "most requests of each key; by default without limit", metavar="N"),
+)
+_FILES = ConfigFlags(
+    ServeSettings,
+    Flag("history", "file for the history of the swarm; by default in the user's data directory", metavar="FILE|none"),
+    Flag("responses", "file for responses that later requests continue; by default in memory", metavar="FILE"),
+    Flag("batches", "take batches of requests, and keep them in this file", metavar="FILE"),
+)
 
 
 def add_serve_flags(command: argparse.ArgumentParser) -> None:
-    add, settings, limits = command.add_argument, ServeSettings, GatewayLimits
-    add("--host", default=settings.host, help="address to listen on; one that other machines reach needs --api-keys")
-    add("--port", type=int, default=settings.port, metavar="N", help="port to listen on; 0: any free port")
-    add(
+    _PLACE.add_to(command)
+    command.add_argument(
         "--api-keys",
         type=Path,
         metavar="FILE",
         help="file with a key in each line; requests without a key are refused",
     )
-    add("--max-active", type=int, default=limits.max_active, metavar="N", help="most generations at the same time")
-    add(
-        "--max-queued",
-        type=int,
-        default=limits.max_queued,
-        metavar="N",
-        help="most generations that wait for a turn",
-    )
-    add("--requests-per-minute", type=int, metavar="N", help="most requests of each key; by default without limit")
-    add(
-        "--history",
-        metavar="FILE|none",
-        help="file for the history of the swarm; by default in the user's data directory",
-    )
-    add(
-        "--responses",
-        type=Path,
-        metavar="FILE",
-        help="file for responses that later requests continue; by default in memory",
-    )
-    add("--batches", type=Path, metavar="FILE", help="take batches of requests, and keep them in this file")
+    _LIMITS.add_to(command)
+    _FILES.add_to(command)
 
 
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:

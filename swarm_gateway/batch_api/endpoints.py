@@ -19,7 +19,7 @@ from swarm_gateway.batch_api.worker import BatchWorker
 from swarm_gateway.generation.beginning import read_request
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.database import owner_of
-from swarm_gateway.web.http import Gateway
+from swarm_gateway.web.http import Gateway, listing
 
 MOST_FILE_BYTES = 64 * 2**20
 _WINDOW_S = 86400
@@ -58,7 +58,7 @@ def batch_router(gateway: Gateway, worker: BatchWorker) -> APIRouter:
 
     @router.post("/batches")
     async def create(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        asked, _ = await read_request(gateway, CreateBatch, request, key)
+        asked = (await read_request(gateway, CreateBatch, request, key)).fields
         entry = await asyncio.to_thread(_created, store, asked, key)
         worker.wake()
         return JSONResponse(entry)
@@ -113,8 +113,7 @@ def _listed(entries: Sequence[dict[str, Any]], after: str, limit: str) -> Respon
         raise ApiError(400, f"limit is {limit[:20]!r}: expected 1 to {_MOST_LISTED}", param="limit")
     first = next((number for number, entry in enumerate(entries, 1) if entry["id"] == after), 0)
     data = entries[first : first + int(limit)]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return JSONResponse({"object": "list", "data": data, "has_more": first + len(data) < len(entries)} | ends)
+    return listing(data, has_more=first + len(data) < len(entries))
 
 
 async def _uploaded(request: Request) -> tuple[str, str, bytes]:

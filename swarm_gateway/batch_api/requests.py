@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,10 +19,11 @@ KINDS: Mapping[str, type[ChatRequest] | type[CompletionRequest] | type[Embedding
 }
 MOST_LINES = 50_000  # OpenAI's limit
 _MOST_ERRORS = 100  # reported for one file
+_CREATE: dict[str, Values] = {"output_expires_after": None}
 
 
 class CreateBatch(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"output_expires_after": None}
+    UNSUPPORTED = _CREATE
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]

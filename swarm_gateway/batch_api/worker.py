@@ -15,6 +15,7 @@ from typing import Any
 
 from swarm_gateway.batch_api.requests import BatchLine, read_lines
 from swarm_gateway.batch_api.store import BatchStore, StoredBatch
+from swarm_gateway.generation.beginning import ReceivedRequest
 from swarm_gateway.generation.requests import EmbeddingRequest
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.openai_api.embeddings import embeddings
@@ -175,11 +176,9 @@ class BatchWorker:
 
     async def _try(self, job: _Job, line: BatchLine) -> None:
         """Answer one request, and store the answer; or put the request back if the swarm cannot answer now."""
-        key = f"batch of {job.batch.owner}"
-        if isinstance(line.asked, EmbeddingRequest):
-            chunks = embeddings(self._gateway, line.asked, line.num_bytes, key)
-        else:
-            chunks = answer_chunks(self._gateway, line.asked, line.num_bytes, key, time.perf_counter())
+        key, began_s = f"batch of {job.batch.owner}", time.perf_counter()
+        received: ReceivedRequest[Any] = ReceivedRequest(self._gateway, key, line.asked, line.num_bytes, began_s)
+        chunks = embeddings(received) if isinstance(line.asked, EmbeddingRequest) else answer_chunks(received)
         status = 200
         try:
             with any_error_as(as_api_error):  # whatever a request may fail with, its line says so

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -17,36 +19,53 @@ from swarm_gateway.web.http import Gateway, read_body
 R = TypeVar("R", bound=BaseModel)
 
 
-async def read_request(gateway: Gateway, kind: type[R], request: Request, key: str) -> tuple[R, int]:
-    """Count the request for its key. Return its fields and the size of its body in bytes. Raise ApiError if refused."""
+@dataclass(frozen=True)
+class ReceivedRequest(Generic[R]):
+    """A request that has come to an endpoint.
+
+    Attributes:
+        key: the client's key.
+        fields: what the body says.
+        num_bytes: the size of the body.
+        began_s: when the request came, by ``time.perf_counter``.
+    """
+
+    gateway: Gateway
+    key: str
+    fields: R
+    num_bytes: int
+    began_s: float
+
+
+async def read_request(gateway: Gateway, kind: type[R], request: Request, key: str) -> ReceivedRequest[R]:
+    """Count the request for its key, and read its body. Raise ApiError if it is refused."""
+    began_s = time.perf_counter()
     gateway.rate.count(key)
     body = await read_body(request)
-    return parse(kind, body), len(body)
+    return ReceivedRequest(gateway, key, parse(kind, body), len(body), began_s)
 
 
-async def begin(
-    gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
-) -> QueuedGenerations:
+async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionRequest) -> QueuedGenerations:
     """Return the generations, with their places in the queue: iterate over ``items`` at once, which frees the places.
 
-    Args:
-        num_bytes: the size of the request's body.
-        began_s: when the request came, by ``time.perf_counter``.
+    ``asked`` says the same as the request in OpenAI's fields.
 
     Raises:
         ApiError: the model cannot do what the request asks for, or there is no place.
         SwarmError: the model cannot be loaded at present.
     """
+    gateway = received.gateway
     model = await gateway.models.get(asked.model)
     requests, echoes = await gateway.preparations.run(
-        key, num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+        received.key, received.num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
     )
     new_reader = partial(answer_reader, asked, model, requests[0].prompt)
     new_reader()  # an unknown format is refused before a place is taken
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
-    places = gateway.queue.join(key, len(requests))
+    places = gateway.queue.join(received.key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
     operation = "chat" if isinstance(asked, ChatRequest) else "text_completion"
+    began_s = received.began_s
     return QueuedGenerations(
         model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_reader, echoes, operation
     )

@@ -49,6 +49,17 @@ class Delta:
     reasoning: str = ""
 
 
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Return one delta that says all that these pieces of a choice say."""
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        calls=tuple(call for delta in deltas for call in delta.calls),
+        reasoning="".join(delta.reasoning for delta in deltas),
+    )
+
+
 @dataclass(frozen=True)
 class Happened:
     """An event of one choice's servers, or their chain; sent only if the request asks for it."""

@@ -10,7 +10,6 @@ from pydantic_core import from_json
 
 from swarm_gateway.limits.admission import ApiError
 
-STRICT = ConfigDict(extra="forbid", strict=True)
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's pattern for names of tools
 Values: TypeAlias = tuple[Any, ...] | None  # with which an unsupported field is ignored; None: all values
 
@@ -42,10 +41,15 @@ def supported(fields: Mapping[str, Any], known: Mapping[str, Any], others: Mappi
     return found
 
 
-class Fields(BaseModel):
+class StrictModel(BaseModel):
+    """A part of a request with no other fields than its own, in which null is not the same as a missing field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Fields(StrictModel):
     """Fields of a request. Those in ``UNSUPPORTED`` are accepted if their value changes nothing; others are refused."""
 
-    model_config = STRICT
     UNSUPPORTED: ClassVar[Mapping[str, Values]] = {}
 
     @model_validator(mode="before")
@@ -55,18 +59,18 @@ class Fields(BaseModel):
 
 
 class TextPart(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"cache_control": None}
+    UNSUPPORTED = {"cache_control": None}
     type: Literal["text"]
     text: str
 
 
 class PictureUrl(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"detail": None}
+    UNSUPPORTED = {"detail": None}
     url: str
 
 
 class PicturePart(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"cache_control": None}
+    UNSUPPORTED = {"cache_control": None}
     type: Literal["image_url"]
     image_url: PictureUrl
 
@@ -127,16 +131,14 @@ def _check_part(part: Any) -> None:
 Part = Annotated[TextPart | PicturePart, Field(discriminator="type")]
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(StrictModel):
     """The function of a call. Its ``arguments`` are JSON, or text that a model wrote in the place of JSON."""
 
-    model_config = STRICT
     name: str
     arguments: str
 
 
-class MessageToolCall(BaseModel):
-    model_config = STRICT
+class MessageToolCall(StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -144,7 +146,7 @@ class MessageToolCall(BaseModel):
 
 
 class ChatMessage(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _MESSAGE
+    UNSUPPORTED = _MESSAGE
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | list[Part] | None, BeforeValidator(_joined)] = None
     tool_calls: list[MessageToolCall] = []
@@ -207,57 +209,50 @@ def object_of(text: str) -> Any:
     return found if isinstance(found, dict) else text
 
 
-class Function(BaseModel):
+class Function(StrictModel):
     """A tool's function. ``strict`` has no effect, because constrained arguments always follow the schema."""
 
-    model_config = STRICT
     name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = STRICT
+class Tool(StrictModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(BaseModel):
-    model_config = STRICT
+class FunctionName(StrictModel):
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = STRICT
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionName
 
 
-class ToolSubset(BaseModel):
-    model_config = STRICT
+class ToolSubset(StrictModel):
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
-class AllowedTools(BaseModel):
-    model_config = STRICT
+class AllowedTools(StrictModel):
     type: Literal["allowed_tools"]
     allowed_tools: ToolSubset
 
 
-class NamedSchema(BaseModel):
+class NamedSchema(StrictModel):
     """A named JSON schema. ``strict`` has no effect, because the answer always follows the schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = STRICT
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 

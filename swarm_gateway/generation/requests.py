@@ -9,13 +9,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from pydantic_core import from_json
 
 from swarm_gateway.generation.parts import (
-    STRICT,
     AllowedTools,
     ChatMessage,
     Fields,
     Function,
     NamedTool,
     ResponseFormat,
+    StrictModel,
     Tool,
     Values,
 )
@@ -47,8 +47,7 @@ _COMPLETION: dict[str, Values] = _COMMON | {"best_of": (1,), "suffix": ("",)}
 _EMBEDDING: dict[str, Values] = {"user": None, "dimensions": ()}
 
 
-class StreamOptions(BaseModel):
-    model_config = STRICT
+class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: with include_usage, each chunk has the numbers so far
     include_servers: bool = False  # ours: which servers compute each choice, and what happens to them
@@ -124,8 +123,8 @@ class _Generating(Fields):
 
 
 class ChatRequest(_Generating):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CHAT
-    DEFAULT_TOKENS: ClassVar[int] = 1024
+    UNSUPPORTED = _CHAT
+    DEFAULT_TOKENS = 1024
     messages: list[ChatMessage] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -218,8 +217,8 @@ def _listed(prompt: Any) -> Any:
 
 
 class CompletionRequest(_Generating):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMPLETION
-    DEFAULT_TOKENS: ClassVar[int] = 16  # as with OpenAI
+    UNSUPPORTED = _COMPLETION
+    DEFAULT_TOKENS = 16  # as with OpenAI
     prompt: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
@@ -242,7 +241,7 @@ class CompletionRequest(_Generating):
 
 
 class EmbeddingRequest(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _EMBEDDING
+    UNSUPPORTED = _EMBEDDING
     model: str
     input: Annotated[list[Any], BeforeValidator(_listed), Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.models import ServedModel, end_ids
 
 
-def prompts_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Return the token ids of each prompt. Raise ApiError if a prompt is empty, or has ids outside the vocabulary."""
-    return [token_ids for token_ids, _ in _prompts(asked, model)]
-
-
-def _prompts(
+def prompts_of(
     asked: ChatRequest | CompletionRequest, model: ServedModel
 ) -> list[tuple[list[int], Mapping[str, torch.Tensor]]]:
-    """Return the token ids of each prompt, and its pictures; raise ApiError as ``prompts_of``."""
+    """Return the token ids of each prompt, and its pictures.
+
+    Raise ApiError if a prompt is empty, or has ids outside the vocabulary.
+    """
     prompts = [_conversation(asked, model)] if isinstance(asked, ChatRequest) else _texts(asked.prompt, model)
     for prompt, _ in prompts:
         if not prompt:
@@ -60,9 +58,9 @@ def _texts(
 def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> list[Request]:
     """Return ``n`` requests for each prompt. Raise ApiError if the model cannot do what the request asks for."""
     bias = {int(token): value for token, value in asked.logit_bias.items()}
-    _require_known("logit_bias", bias, model)
-    _require_known("stop_token_ids", asked.stop_token_ids, model)
-    prompts = _prompts(asked, model)
+    model.check_tokens(bias, "logit_bias")
+    model.check_tokens(asked.stop_token_ids, "stop_token_ids")
+    prompts = prompts_of(asked, model)
     grammar = grammar_of(asked, model, prompts[0][0]) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
     for prompt, pictures in prompts:
@@ -87,12 +85,6 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
             for choice in range(asked.n)
         ]
     return requests
-
-
-def _require_known(param: str, tokens: Iterable[int], model: ServedModel) -> None:
-    """Raise ApiError if a token id is outside the vocabulary."""
-    if any(token >= model.vocab_size for token in tokens):
-        raise ApiError(400, f"{param}: the model's token ids are below {model.vocab_size}", param=param)
 
 
 def _processors(

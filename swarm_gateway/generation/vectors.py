@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from swarm_gateway.generation.beginning import ReceivedRequest
 from swarm_gateway.generation.generation_trace import request_attributes
 from swarm_gateway.generation.requests import EmbeddingRequest
 from swarm_gateway.limits.admission import ApiError, QueuePlace
-from swarm_gateway.web.http import Gateway
 from swarm_gateway.web.models import ServedModel
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.telemetry.tracing import tracing
@@ -18,15 +19,15 @@ _TOGETHER = 4  # inputs of one request at the same time, each with a place in th
 
 
 async def vectors_of(
-    gateway: Gateway, asked: EmbeddingRequest, num_bytes: int, key: str
+    received: ReceivedRequest[Any], asked: EmbeddingRequest
 ) -> tuple[ServedModel, list[list[float]], int]:
-    """Return the model, the vector of each input, and the number of tokens.
+    """Return the model, the vector of each input, and the number of tokens. ``asked`` says the same as the request.
 
-    ``num_bytes`` is the size of the request's body. Raise ApiError if the model cannot do what the request asks for,
-    SwarmError if the swarm fails.
+    Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
     """
+    gateway, key = received.gateway, received.key
     model = await gateway.models.get(asked.model)
-    inputs = await gateway.preparations.run(key, num_bytes, lambda: _tokens_of(asked, model))
+    inputs = await gateway.preparations.run(key, received.num_bytes, lambda: _tokens_of(asked, model))
     num_tokens = sum(map(len, inputs))
     vectors: list[list[float]] = [[] for _ in inputs]
     places = gateway.queue.join(key, min(_TOGETHER, len(inputs)))
@@ -70,8 +71,7 @@ def _tokens_of(asked: EmbeddingRequest, model: ServedModel) -> list[list[int]]:
 
 def _check_tokens(number: int, token_ids: Sequence[int], model: ServedModel) -> None:
     """Raise ApiError if the model does not know a token of this input, or has too few positions."""
-    if any(not 0 <= token < model.vocab_size for token in token_ids):
-        raise ApiError(400, f"input: the model's token ids are below {model.vocab_size}", param="input")
+    model.check_tokens(token_ids, "input")
     if model.max_positions is not None and len(token_ids) > model.max_positions:
         message = f"input {number} has {len(token_ids)} tokens: the model has {model.max_positions} positions"
         raise ApiError(400, message, param="input", code="context_length_exceeded")

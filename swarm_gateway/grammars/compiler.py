@@ -77,7 +77,8 @@ class GrammarCompiler:
             raise ApiError(400, f"{param} needs a package that this server lacks: pip install llguidance", param=param)
         if not self.end_ids:
             raise ApiError(400, f"{param} is not supported with this model: it has no token that ends", param=param)
-        values = "\n".join(f"{name}: {_json_rule(schema)}" for name, schema in schemas.items())
+        guided = {name: {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE}} for name, own in schemas.items()}
+        values = "\n".join(f"{name}: %json {json.dumps(schema)}" for name, schema in guided.items())
         num_chars = len(values) + len(rules)
         if num_chars > _MOST_CHARS:
             raise ApiError(400, f"{param} has {num_chars} characters: expected at most {_MOST_CHARS}", param=param)
@@ -117,10 +118,6 @@ def text_until(name: str, end: str) -> str:
     if end.startswith("<["):  # a token, which is never part of the text
         return f"{name}: /(.|\\n)*/ {end}"
     return f"{name}[suffix={end}]: /(.|\\n)*/"
-
-
-def _json_rule(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
 
 
 def _refused(param: str, reason: str) -> ApiError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
-from swarm_gateway.history.store import APPLICATION_ID, HistoryStore, NotHistory
+from swarm_gateway.history.store import APPLICATION_ID, HistoryStore
 
 _SQLITE, _ID_START, _ID_END = b"SQLite format 3\0", 68, 72  # the place of the application's id in the header
 IN_MEMORY = "none"  # given instead of a file name
@@ -42,10 +42,10 @@ def _open(path: Path) -> HistoryStore:
     try:
         return HistoryStore(path)
     except sqlite3.DatabaseError as error:
-        if not is_damage(error):
+        if getattr(error, "sqlite_errorcode", None) not in (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
         if not _was_history(path):
-            raise NotHistory(f"{path} is no history: expected a new file, or one that `serve` has written") from None
+            raise ValueError(f"{path} is no history: expected a new file, or one that `serve` has written") from None
         aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
         path.rename(aside)
         for suffix in ("-wal", "-shm"):
@@ -59,7 +59,3 @@ def _was_history(path: Path) -> bool:
     with path.open("rb") as file:
         header = file.read(_ID_END)
     return header.startswith(_SQLITE) and header[_ID_START:] == APPLICATION_ID.to_bytes(4, "big")
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", None) in (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

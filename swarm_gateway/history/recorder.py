@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol
 
 from swarm_client.core.background import now_s
 from swarm_gateway.history.store import HistoryStore, StoredEvent, SwarmSample, is_busy
 from swarm_gateway.history.work import Key, Rate, Tally, advance
-from swarm_gateway.monitor.model_monitor import ServerStatus
-from swarm_gateway.monitor.monitor import SwarmSnapshot
+from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
+from swarm_gateway.monitor.monitor import Monitor, SwarmSnapshot
 from swarm_gateway.monitor.server_events import SwarmEvent, events_between
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.errors import NoSwarm, SwarmError
@@ -31,18 +30,6 @@ _WANTED_S = 30.0  # how long a request keeps the interest alive
 _PEERS_S = 30.0  # between two reads of the connected peers
 _PRUNE_S = 3600.0
 _MAX_UNWRITTEN = 1000  # events that are kept while the history is busy
-
-
-class Watched(Protocol):
-    """The methods of a ``Monitor`` that the recorder uses."""
-
-    async def look(self) -> SwarmSnapshot: ...
-
-    async def look_again(self, wait_s: float) -> SwarmSnapshot: ...
-
-    async def peers(self) -> list[str]: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,9 +52,14 @@ class Observation:
     peers: Sequence[str] = ()
     last_event_id: int = 0
 
+    @property
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Return the models that have servers, as far as is known."""
+        return self.snapshot.models if self.snapshot else ()
+
     def rate(self, model: str) -> Rate:
         """Return the rate of all servers of a model."""
-        statuses = [status for status in (self.snapshot.models if self.snapshot else ()) if status.model == model]
+        statuses = [status for status in self.models if status.model == model]
         return sum((self.rate_of(model, server) for status in statuses for server in status.servers), Rate())
 
     def rate_of(self, model: str, server: ServerStatus) -> Rate:
@@ -79,7 +71,7 @@ class Observation:
 class HistoryRecorder:
     """A recorder that replaces a ``Monitor`` for its readers. All coroutines run on the background loop."""
 
-    def __init__(self, monitor: Watched, history: HistoryStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, monitor: Monitor, history: HistoryStore, clock: Callable[[], float] = time.time) -> None:
         """Take over ``history``, which ``close`` closes. ``clock`` returns Unix time in seconds."""
         self._monitor = monitor
         self._clock = clock
@@ -207,8 +199,10 @@ class HistoryRecorder:
             self._writes = history.may_write(now)
         seen = replace(seen, tallies=self._advanced_tallies(seen, wrote))
         if self._writes and events:
-            may_be_written = self._unwritten or not wrote  # by another process, or by this one before it failed
-            history.add_events(self._new_events(events) if may_be_written else events, now)
+            if self._unwritten or not wrote:  # another process may have written some, or this one before it failed
+                written = Counter(stored.event for stored in history.events(self._events_since))
+                events = [event for event in events if not _taken(written, event)]
+            history.add_events(events, now)
         if is_due:
             if self._writes:
                 history.add_sample(sample_of(seen), now)
@@ -219,13 +213,8 @@ class HistoryRecorder:
     def _advanced_tallies(self, seen: Observation, wrote: bool) -> dict[Key, Tally]:
         """Return the tallies up to now. A process that has just become the writer continues those of the history."""
         tallies = dict(seen.tallies if wrote or not self._writes else self._history.tallies() or seen.tallies)
-        advance(tallies, seen.snapshot.models if seen.snapshot else (), seen.time)
+        advance(tallies, seen.models, seen.time)
         return tallies
-
-    def _new_events(self, events: Sequence[SwarmEvent]) -> list[SwarmEvent]:
-        """Return the events that the history does not have yet."""
-        written = Counter(stored.event for stored in self._history.events(self._events_since))
-        return [event for event in events if not _taken(written, event)]
 
     def _pruned(self, seen: Observation) -> Observation:
         """Prune the history if it is time. Return the observation with the tallies that are left."""
@@ -258,7 +247,7 @@ def _taken(events: Counter[SwarmEvent], event: SwarmEvent) -> bool:
 
 
 def sample_of(seen: Observation) -> SwarmSample:
-    models = seen.snapshot.models if seen.snapshot else ()
+    models = seen.models
     servers = [server for status in models for server in status.servers]
     online = [server.record for server in servers if server.answers and server.record.state is ServerState.ONLINE]
     rate = sum((seen.rate(status.model) for status in models), Rate())

@@ -89,10 +89,6 @@ INSERT INTO samples VALUES ({", ".join("?" * (3 + len(_VALUES)))}) ON CONFLICT D
 """
 
 
-class NotHistory(ValueError):
-    """The error that the file is another database, or was written by a newer version."""
-
-
 class HistoryStore:
     """The history of one swarm, for any thread. Several processes may share a file; one at a time writes.
 
@@ -103,7 +99,7 @@ class HistoryStore:
         """Open the file; ``path`` None keeps all in memory. ``last_event_id``: the last id of the history to continue.
 
         Raises:
-            NotHistory: the file is no history of this version.
+            ValueError: the file is no history of this version.
             sqlite3.Error, OSError: the file is damaged, or cannot be used.
         """
         self.path = path
@@ -231,15 +227,15 @@ class HistoryStore:
                 return
 
     def _check(self) -> bool:
-        """Return whether the file is new. Raise NotHistory if it is another database or version."""
+        """Return whether the file is new. Raise ValueError if it is another database or version."""
         (num_tables,), (application,), (version,) = (
             self._connection.execute(statement).fetchone()
             for statement in ("SELECT count(*) FROM sqlite_master", "PRAGMA application_id", "PRAGMA user_version")
         )
         if num_tables and application != APPLICATION_ID:
-            raise NotHistory(f"{self.path} is another database: expected a history that `serve` has written")
+            raise ValueError(f"{self.path} is another database: expected a history that `serve` has written")
         if num_tables and version != SCHEMA_VERSION:
-            raise NotHistory(f"{self.path} is a history of version {version}: expected {SCHEMA_VERSION}")
+            raise ValueError(f"{self.path} is a history of version {version}: expected {SCHEMA_VERSION}")
         return not num_tables
 
     def _read(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:

@@ -87,7 +87,8 @@ def _advanced(old: Tally | None, key: Key, num_blocks: int, now: Reading) -> Tal
         new = now.work
     else:
         return old  # a late record of an earlier process
-    rate = Rate(*(_per_s(count, new.uptime_s) / num_blocks for count in (new.decoded, new.prompts, new.passes)))
+    per_s = [min(count / new.uptime_s, MAX_FORWARD_BLOCKS_PER_S) for count in (new.decoded, new.prompts, new.passes)]
+    rate = Rate(*(each / num_blocks for each in per_s))
     return replace(old, total=_combined(operator.add, old.total, new), last=now, rate=rate)
 
 
@@ -95,7 +96,3 @@ def _combined(function: Callable[[float, float], float], a: WorkTotals, b: WorkT
     counts = (function(*pair) for pair in zip(astuple(a)[:-1], astuple(b)[:-1], strict=True))
     decoded, prompts, passes = (min(int(count), MAX_WORK) for count in counts)
     return WorkTotals(decoded, prompts, passes, function(a.uptime_s, b.uptime_s))
-
-
-def _per_s(count: int, seconds: float) -> float:
-    return min(count / seconds, MAX_FORWARD_BLOCKS_PER_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import math
 import secrets
 from collections import OrderedDict, deque
@@ -62,14 +61,6 @@ def check_key(keys: Sequence[str], header: str | None) -> str:
     if not found:
         raise ApiError(401, "the API key is not known here", code="invalid_api_key")
     return found[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is a name or address of this machine's loopback."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -176,15 +167,13 @@ class GenerationQueue:
         if not self._fits(key, count - (limits.max_active - self.num_active)):
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)
-        user = self._user_of(key)
+        user = ""
+        if self._is_shared:  # a name that does not reveal the key, and that differs in each process
+            user = hashlib.blake2b(key.encode(), key=self._salt, digest_size=8).hexdigest()
         places = [QueuePlace(self, key, user) for _ in range(count)]
         self._waiting.setdefault(key, deque()).extend(places)
         self._advance()
         return places
-
-    def _user_of(self, key: str) -> str:
-        """Return a name for the key that does not reveal the key, and that differs in each process."""
-        return hashlib.blake2b(key.encode(), key=self._salt, digest_size=8).hexdigest() if self._is_shared else ""
 
     @staticmethod
     def _share(free: int) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any, cast
 
@@ -154,13 +153,10 @@ class ModelMonitor:
         await swarm.view(0)
         for record in self._to_ask(most):
             task = self._asking[record.peer_id] = asyncio.ensure_future(self._ask(swarm, record))
-            task.add_done_callback(partial(self._asked, record.peer_id))
+            task.add_done_callback(lambda _, peer_id=record.peer_id: self._asking.pop(peer_id, None))  # type: ignore[misc]
         if self._asking:
             await asyncio.wait(list(self._asking.values()), timeout=timeout_s)
         self._chain, self._no_chain = await self._find_chain(swarm)
-
-    def _asked(self, peer_id: str, _task: asyncio.Task[None]) -> None:
-        self._asking.pop(peer_id, None)
 
     async def close(self) -> None:
         for task in list(self._asking.values()):

@@ -57,7 +57,8 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
     rows = [len(status.servers) for status in snapshot.models]
     if height is not None:
         tables = 2 * len(rows)  # lines of rulers and replicas
-        rows = _shares(rows, height - tables - _num_lines([*titles, *remarks, *notices], width))
+        texts = sum(-(-text.cell_len // width) for text in [*titles, *remarks, *notices])
+        rows = _shares(rows, height - tables - texts)
     parts: list[RenderableType] = []
     for status, title, remark, count in zip(snapshot.models, titles, remarks, rows, strict=True):
         parts += [title, blocks_table(status, count, width)]
@@ -65,10 +66,6 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
             parts.append(Text(f"… and {len(status.servers) - count} more", "dim"))
         parts.append(remark)
     return [*parts, *notices]
-
-
-def _num_lines(texts: Sequence[Text], width: int) -> int:
-    return sum(-(-text.cell_len // width) for text in texts)
 
 
 def _shares(wanted: Sequence[int], lines: int) -> list[int]:

@@ -80,7 +80,8 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
         since = since if since >= 0 else seen.time + since
         resolution = _resolution(request, seen.time, since)
         samples = await asyncio.to_thread(recorder.samples, resolution, since)
-        return _json({"resolution_s": resolution, "samples": [flat.sample_json(*sample) for sample in samples]})
+        found = [{"time": time, **vars(sample)} for time, sample in samples]
+        return _json({"resolution_s": resolution, "samples": found})
 
     @router.get("/events", dependencies=admitted)
     async def events(request: Request) -> Response:

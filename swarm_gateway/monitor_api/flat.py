@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from swarm_gateway.history.recorder import Observation, sample_of
-from swarm_gateway.history.store import StoredEvent, SwarmSample
+from swarm_gateway.history.store import StoredEvent
 from swarm_gateway.history.work import Rate, Tally
 from swarm_gateway.monitor.model_monitor import UNREACHABLE, ModelStatus, ServerStatus
 from swarm_gateway.monitor_api.joining import Invitation
@@ -28,7 +28,7 @@ def swarm_json(
     seen: Observation, invitation: Invitation, own_model: str, load: Mapping[str, int], *, own_is_directory: bool
 ) -> Flat:
     """Return the state of the whole swarm; ``load`` is this gateway's load and is added as it is."""
-    models = seen.snapshot.models if seen.snapshot else ()
+    models = seen.models
     sample = sample_of(seen)
     states = [status.state_of(server) for status in models for server in status.servers]
     status, reasons = health_of(seen, own_model)
@@ -88,8 +88,7 @@ def _gaps(statuses: Iterable[ModelStatus]) -> Iterator[str]:
 
 
 def models_json(seen: Observation, invitation: Invitation) -> list[Flat]:
-    statuses = seen.snapshot.models if seen.snapshot else ()
-    return [_model_json(seen, status, invitation) for status in statuses]
+    return [_model_json(seen, status, invitation) for status in seen.models]
 
 
 def _model_json(seen: Observation, status: ModelStatus, invitation: Invitation) -> Flat:
@@ -119,8 +118,7 @@ def _joining(status: ModelStatus, invitation: Invitation) -> Flat:
 
 
 def servers_json(seen: Observation) -> list[Flat]:
-    statuses = seen.snapshot.models if seen.snapshot else ()
-    return [_server_json(seen, status, server) for status in statuses for server in status.servers]
+    return [_server_json(seen, status, server) for status in seen.models for server in status.servers]
 
 
 def _server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -> Flat:
@@ -167,8 +165,7 @@ def _server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -
 
 def contributions_json(seen: Observation, most: int) -> list[Flat]:
     """Return the contributions of known servers, the largest first, at most ``most``."""
-    statuses = seen.snapshot.models if seen.snapshot else ()
-    here = {(status.model, server.record.peer_id) for status in statuses for server in status.servers}
+    here = {(status.model, server.record.peer_id) for status in seen.models for server in status.servers}
     tallies = sorted(seen.tallies.values(), key=lambda tally: -tally.tokens)[:most]
     return [_tally_json(tally, (tally.model, tally.peer_id) in here) for tally in tallies]
 
@@ -203,7 +200,3 @@ def event_json(stored: StoredEvent) -> Flat:
         "state": event.state,
         "before": event.before,
     }
-
-
-def sample_json(time: int, sample: SwarmSample) -> Flat:
-    return {"time": time, **vars(sample)}

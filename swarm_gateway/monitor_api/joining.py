@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from collections.abc import Sequence
@@ -42,23 +43,23 @@ class Invitation:
         """Return whether only this machine can join, because all known addresses are of its loopback."""
         return all(map(is_loopback, self.peers))
 
-    def command(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
-        """Return the command, quoted for a POSIX shell. Peers are left out if only this machine can join.
+    def as_json(self, model: str, *, is_directory: bool, is_offered: bool = False) -> dict[str, str]:
+        """Return the command and a note with further conditions, by the names of their fields.
 
-        ``is_directory`` says whether the model is on no hub; then ``model`` is the last part of its path.
-        ``is_offered`` says whether members send its files to others.
+        The command is quoted for a POSIX shell. Peers are left out if only this machine can join. The note has
+        sentences, or is empty.
+
+        Args:
+            model: the model's name; the last part of its path if it is a directory.
+            is_directory: whether the model is on no hub.
+            is_offered: whether members send the model's files to others.
         """
-        words = [*typed("server").split()]
-        model, _ = _elsewhere(model, is_directory, is_offered)
+        model, needed = _elsewhere(model, is_directory, is_offered)
+        words = typed("server").split()
         words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
         words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
         words += ["--membership", MEMBERSHIP] if self.is_private else []
         words += [] if self.is_local else ["--initial-peers", *self.peers]
-        return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
-
-    def note(self, model: str, *, is_directory: bool, is_offered: bool = False) -> str:
-        """Return further conditions, in sentences; empty if there are none. ``command`` has the same arguments."""
-        _, needed = _elsewhere(model, is_directory, is_offered)
         notes = [needed] if needed else []
         if self.is_private:
             notes.append("Only members are let in: ask the swarm's organiser for a membership file.")
@@ -66,14 +67,8 @@ class Invitation:
             notes.append(
                 "Only this machine can join: servers listen on its loopback. With --host ADDRESS they let others in."
             )
-        return " ".join(notes)
-
-    def as_json(self, model: str, *, is_directory: bool, is_offered: bool = False) -> dict[str, str]:
-        """Return the command and the note, by the names of their fields."""
-        return {
-            "join_command": self.command(model, is_directory=is_directory, is_offered=is_offered),
-            "join_note": self.note(model, is_directory=is_directory, is_offered=is_offered),
-        }
+        command = " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
+        return {"join_command": command, "join_note": " ".join(notes)}
 
 
 def _elsewhere(model: str, is_directory: bool, is_offered: bool) -> tuple[str, str]:
@@ -95,8 +90,7 @@ def _elsewhere(model: str, is_directory: bool, is_offered: bool) -> tuple[str, s
 
 
 def _is_peer(address: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         check_peer(address)
-    except ValueError:
-        return False
-    return "/p2p-circuit" not in address
+        return "/p2p-circuit" not in address
+    return False

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from swarm_gateway.answers.capabilities import capabilities_of
-from swarm_gateway.generation.beginning import begin, read_request
+from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import EmbeddingRequest, validated
 from swarm_gateway.generation.vectors import vectors_of
@@ -26,37 +26,28 @@ _VERSION = "0.13.0"  # of the API that is spoken here; clients refuse versions t
 def ollama_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(prefix="/api")
 
-    async def answer(kind: type[ChatCall] | type[GenerateCall], request: Request, key: str) -> Response:
-        began_s = time.perf_counter()
-        asked: ChatCall | GenerateCall
-        asked, num_bytes = await read_request(gateway, kind, request, key)
-        chunks = _generated(gateway, asked, num_bytes, key, began_s)
-        return ChunkedResponse(chunks, is_stream=asked.stream, dialect=OLLAMA)
+    def add(path: str, kind: type[ChatCall] | type[GenerateCall]) -> None:
+        @router.post(path)
+        async def answer(request: Request, key: str = Depends(gateway.admit)) -> Response:
+            received: ReceivedRequest[ChatCall | GenerateCall] = await read_request(gateway, kind, request, key)
+            return ChunkedResponse(_generated(received), is_stream=received.fields.stream, dialect=OLLAMA)
 
-    @router.post("/chat")
-    async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        return await answer(ChatCall, request, key)
-
-    @router.post("/generate")
-    async def generate(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        return await answer(GenerateCall, request, key)
+    add("/chat", ChatCall)
+    add("/generate", GenerateCall)
 
     @router.post("/embed")
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        began_s = time.perf_counter()
-        asked, num_bytes = await read_request(gateway, EmbedCall, request, key)
-        chunks = _embedded(gateway, asked, num_bytes, key, began_s)
-        return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
+        received = await read_request(gateway, EmbedCall, request, key)
+        return ChunkedResponse(_embedded(received), is_stream=False, dialect=OLLAMA)
 
     @router.post("/embeddings")
     async def embed_one(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        asked, num_bytes = await read_request(gateway, OldEmbedCall, request, key)
-        chunks = _embedded_one(gateway, asked, num_bytes, key)
-        return ChunkedResponse(chunks, is_stream=False, dialect=OLLAMA)
+        received = await read_request(gateway, OldEmbedCall, request, key)
+        return ChunkedResponse(_embedded_one(received), is_stream=False, dialect=OLLAMA)
 
     @router.post("/show")
     async def show(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        asked, _ = await read_request(gateway, ShowCall, request, key)
+        asked = (await read_request(gateway, ShowCall, request, key)).fields
         return ChunkedResponse(_shown(gateway, asked.model or asked.name), is_stream=False, dialect=OLLAMA)
 
     @router.get("/tags", dependencies=[Depends(gateway.admit)])
@@ -70,17 +61,16 @@ def ollama_router(gateway: Gateway) -> APIRouter:
     return router
 
 
-async def _generated(
-    gateway: Gateway, asked: ChatCall | GenerateCall, num_bytes: int, key: str, began_s: float
-) -> AsyncGenerator[bytes, None]:
-    end = b"\n" if asked.stream else b""
+async def _generated(received: ReceivedRequest[ChatCall | GenerateCall]) -> AsyncGenerator[bytes, None]:
+    asked, is_chat = received.fields, isinstance(received.fields, ChatCall)
     translated = asked.as_openai()
     if translated is None:
-        model = await gateway.models.get(asked.model)
-        yield as_json(AnswerFormat(model.name, began_s, is_chat=isinstance(asked, ChatCall)).loaded()) + end
+        model = await received.gateway.models.get(asked.model)
+        loaded = AnswerFormat(model.name, received.began_s, is_chat=is_chat).loaded()
+        yield OLLAMA.chunk(loaded) if asked.stream else as_json(loaded)
         return
-    work = await begin(gateway, translated, num_bytes, key, began_s)
-    form = AnswerFormat(work.model.name, began_s, is_chat=isinstance(asked, ChatCall))
+    work = await begin(received, translated)
+    form = AnswerFormat(work.model.name, received.began_s, is_chat=is_chat)
     found: list[Delta] = []
     async with aclosing(work.items()) as items:
         async for item in items:
@@ -95,19 +85,17 @@ async def _generated(
         yield as_json(form.whole(found, work))
 
 
-async def _embedded(
-    gateway: Gateway, asked: EmbedCall, num_bytes: int, key: str, began_s: float
-) -> AsyncGenerator[bytes, None]:
-    texts = validated(EmbeddingRequest, {"model": asked.model, "input": asked.input})
-    model, vectors, num_tokens = await vectors_of(gateway, texts, num_bytes, key)
-    total = int((time.perf_counter() - began_s) * 1e9)
+async def _embedded(received: ReceivedRequest[EmbedCall]) -> AsyncGenerator[bytes, None]:
+    texts = validated(EmbeddingRequest, {"model": received.fields.model, "input": received.fields.input})
+    model, vectors, num_tokens = await vectors_of(received, texts)
+    total = int((time.perf_counter() - received.began_s) * 1e9)
     found = {"model": model.name, "embeddings": [_of_length_1(vector) for vector in vectors]}
     yield as_json(found | {"total_duration": total, "load_duration": 0, "prompt_eval_count": num_tokens})
 
 
-async def _embedded_one(gateway: Gateway, asked: OldEmbedCall, num_bytes: int, key: str) -> AsyncGenerator[bytes, None]:
-    texts = validated(EmbeddingRequest, {"model": asked.model, "input": asked.prompt})
-    _, (vector,), _ = await vectors_of(gateway, texts, num_bytes, key)
+async def _embedded_one(received: ReceivedRequest[OldEmbedCall]) -> AsyncGenerator[bytes, None]:
+    texts = validated(EmbeddingRequest, {"model": received.fields.model, "input": received.fields.prompt})
+    _, (vector,), _ = await vectors_of(received, texts)
     yield as_json({"embedding": vector})
 
 

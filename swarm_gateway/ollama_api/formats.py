@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarm_gateway.answers.answer_reader import ToolCall
-from swarm_gateway.generation.generating import Delta, QueuedGenerations
+from swarm_gateway.generation.generating import Delta, QueuedGenerations, joined
 from swarm_gateway.generation.parts import object_of
 from swarm_gateway.web.http import Dialect, as_date, as_json
 
@@ -30,9 +30,8 @@ class AnswerFormat:
         self._first_s: float | None = None  # when the first piece came
 
     def whole(self, deltas: Sequence[Delta], work: QueuedGenerations) -> dict[str, Any]:
-        text, reasoning = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
-        calls = tuple(call for delta in deltas for call in delta.calls)
-        return self._said(text, calls, reasoning) | self._end(deltas[-1], work)
+        whole = joined(deltas)
+        return self._said(whole.text, whole.calls, whole.reasoning) | self._end(whole, work)
 
     def chunk(self, delta: Delta, work: QueuedGenerations) -> dict[str, Any]:
         rest = {"done": False} if delta.finish is None else self._end(delta, work)

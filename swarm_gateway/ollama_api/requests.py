@@ -6,8 +6,7 @@ Fields that only say how a machine should compute are ignored; all others that a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -41,10 +40,11 @@ _GENERATE: dict[str, Values] = _COMMON | {
     "width": (0,),
 }
 _EMBED: dict[str, Values] = _KEPT | {"dimensions": (), "truncate": None}
+_SHOW: dict[str, Values] = {"verbose": None}
 
 
 class Options(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _OPTIONS
+    UNSUPPORTED = _OPTIONS
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -84,14 +84,12 @@ class OllamaMessage(Fields):
     tool_call_id: str | None = None
 
 
-def _json_format(value: Any) -> Any:
-    return None if value == "" else value
-
-
 class _Generating(Fields):
     model: str
     stream: bool = True
-    format: Annotated[Literal["json"] | dict[str, Any] | None, BeforeValidator(_json_format)] = None
+    format: Annotated[
+        Literal["json"] | dict[str, Any] | None, BeforeValidator(lambda value: None if value == "" else value)
+    ] = None
     options: Options = Options()
     think: bool | Literal["low", "medium", "high", "max"] | None = None
 
@@ -110,7 +108,7 @@ class _Generating(Fields):
 class ChatCall(_Generating):
     """A request to ``/api/chat``. Without messages, it only loads the model."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _COMMON
+    UNSUPPORTED = _COMMON
     messages: list[OllamaMessage] = Field(default=[])
     tools: list[Tool] = Field(default=[])
 
@@ -125,7 +123,7 @@ class ChatCall(_Generating):
 class GenerateCall(_Generating):
     """A request to ``/api/generate``. Without a prompt, it only loads the model."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _GENERATE
+    UNSUPPORTED = _GENERATE
     prompt: str = ""
     system: str = ""
     raw: bool = False
@@ -142,19 +140,19 @@ class GenerateCall(_Generating):
 
 
 class EmbedCall(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _EMBED
+    UNSUPPORTED = _EMBED
     model: str
     input: str | list[str]
 
 
 class OldEmbedCall(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _KEPT
+    UNSUPPORTED = _KEPT
     model: str
     prompt: str
 
 
 class ShowCall(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"verbose": None}
+    UNSUPPORTED = _SHOW
     model: str = ""
     name: str = ""  # older clients give the name here
 
@@ -166,11 +164,11 @@ class ShowCall(Fields):
 
 
 class _Chat(ChatRequest):
-    TAKES_FEWER: ClassVar[bool] = True
+    TAKES_FEWER = True
 
 
 class _Completion(CompletionRequest):
-    TAKES_FEWER: ClassVar[bool] = True
+    TAKES_FEWER = True
 
 
 def _closed(schema: Any) -> Any:

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from swarm_gateway.generation.beginning import ReceivedRequest
 from swarm_gateway.generation.requests import EmbeddingRequest
 from swarm_gateway.generation.vectors import vectors_of
-from swarm_gateway.web.http import Gateway, as_json
+from swarm_gateway.web.http import as_json
 
 
-async def embeddings(
-    gateway: Gateway, asked: EmbeddingRequest, num_bytes: int, key: str
-) -> AsyncGenerator[bytes, None]:
-    """Yield the answer as JSON; ``num_bytes`` is the size of the request's body.
+async def embeddings(received: ReceivedRequest[EmbeddingRequest]) -> AsyncGenerator[bytes, None]:
+    """Yield the answer as JSON.
 
     Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
     """
-    model, vectors, num_tokens = await vectors_of(gateway, asked, num_bytes, key)
+    asked = received.fields
+    model, vectors, num_tokens = await vectors_of(received, asked)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     data = []
     for index, vector in enumerate(vectors):

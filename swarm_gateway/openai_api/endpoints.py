@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.generation.beginning import begin, read_request
-from swarm_gateway.generation.generating import Delta, QueuedGenerations
+from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
+from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from swarm_gateway.openai_api.embeddings import embeddings
 from swarm_gateway.openai_api.formats import ChatFormat, CompletionFormat, TokenTexts, usage
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_date, as_json, event
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_date, as_json, event, listing
 from swarm_gateway.web.models import not_found
 
 _DONE = b"data: [DONE]\n\n"
@@ -24,24 +23,20 @@ _DONE = b"data: [DONE]\n\n"
 def openai_router(gateway: Gateway) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
-    async def answer(kind: type[ChatRequest] | type[CompletionRequest], request: Request, key: str) -> Response:
-        began_s = time.perf_counter()
-        asked: ChatRequest | CompletionRequest
-        asked, num_bytes = await read_request(gateway, kind, request, key)
-        return ChunkedResponse(answer_chunks(gateway, asked, num_bytes, key, began_s), is_stream=asked.stream)
+    def add(path: str, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+        @router.post(path)
+        async def answer(request: Request, key: str = Depends(gateway.admit)) -> Response:
+            received: ReceivedRequest[ChatRequest | CompletionRequest]
+            received = await read_request(gateway, kind, request, key)
+            return ChunkedResponse(answer_chunks(received), is_stream=received.fields.stream)
 
-    @router.post("/chat/completions")
-    async def chat(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        return await answer(ChatRequest, request, key)
-
-    @router.post("/completions")
-    async def complete(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        return await answer(CompletionRequest, request, key)
+    add("/chat/completions", ChatRequest)
+    add("/completions", CompletionRequest)
 
     @router.post("/embeddings")
     async def embed(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        asked, num_bytes = await read_request(gateway, EmbeddingRequest, request, key)
-        return ChunkedResponse(embeddings(gateway, asked, num_bytes, key), is_stream=False)
+        received = await read_request(gateway, EmbeddingRequest, request, key)
+        return ChunkedResponse(embeddings(received), is_stream=False)
 
     async def described(name: str, *, wait: bool) -> dict[str, Any]:
         """Return a model's entry, with the fields of OpenAI's and of Anthropic's API, which have one path for this.
@@ -60,8 +55,7 @@ def openai_router(gateway: Gateway) -> APIRouter:
     @router.get("/models", dependencies=[Depends(gateway.admit)])
     async def list_models() -> Response:
         data = [await described(name, wait=False) for name in await gateway.models.names()]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
+        return listing(data)
 
     @router.get("/models/{name:path}", dependencies=[Depends(gateway.admit)])
     async def show_model(name: str) -> Response:
@@ -73,27 +67,24 @@ def openai_router(gateway: Gateway) -> APIRouter:
 
 
 async def answer_chunks(
-    gateway: Gateway, asked: ChatRequest | CompletionRequest, num_bytes: int, key: str, began_s: float
+    received: ReceivedRequest[ChatRequest | CompletionRequest],
 ) -> AsyncGenerator[bytes, None]:
     """Yield the answer as one JSON object, or as the events of a stream.
 
     Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
     """
-    work = await begin(gateway, asked, num_bytes, key, began_s)
+    asked = received.fields
+    work = await begin(received, asked)
     texts = None if asked.num_logprobs is None else TokenTexts(work.model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(work.model.name, texts)
     async with aclosing(work.items()) as items:
         if not asked.stream:
             found = [item async for item in items if isinstance(item, Delta)]
-            yield as_json(form.whole(found, len(work.requests), _usage(work)))
+            yield as_json(form.whole(found, len(work.requests), usage(work)))
             return
         async for item in items:
-            so_far = {"usage": _usage(work)} if asked.wants_usage_always else {}
+            so_far = {"usage": usage(work)} if asked.wants_usage_always else {}
             yield event(form.chunk(item) | so_far)
     if asked.wants_usage:
-        yield event(form.last_chunk(_usage(work)))
+        yield event(form.last_chunk(usage(work)))
     yield _DONE
-
-
-def _usage(work: QueuedGenerations) -> dict[str, Any]:
-    return usage(work.num_prompt, work.num_generated, work.num_reasoning)

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swarm_gateway.answers.answer_reader import ToolCall
-from swarm_gateway.generation.generating import Delta, Happened, Item, SaidToken
+from swarm_gateway.generation.generating import Delta, Happened, Item, QueuedGenerations, SaidToken, joined
 from swarm_gateway.web.servers import described
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
@@ -36,7 +36,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
-def usage(num_prompt: int, num_generated: int, num_reasoning: int = 0) -> dict[str, Any]:
+def usage(work: QueuedGenerations) -> dict[str, Any]:
+    """Return the numbers of tokens so far."""
+    num_prompt, num_generated, num_reasoning = work.num_prompt, work.num_generated, work.num_reasoning
     total = num_prompt + num_generated
     found = {"prompt_tokens": num_prompt, "completion_tokens": num_generated, "total_tokens": total}
     return found | ({"completion_tokens_details": {"reasoning_tokens": num_reasoning}} if num_reasoning else {})
@@ -55,13 +57,8 @@ class _Format:
         self.texts = texts
 
     def whole(self, deltas: Sequence[Delta], num_choices: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        choices = []
-        for choice in range(num_choices):
-            own = [delta for delta in deltas if delta.choice == choice]
-            tokens = tuple(token for delta in own for token in delta.tokens)
-            calls = tuple(call for delta in own for call in delta.calls)
-            text, reasoning = "".join(delta.text for delta in own), "".join(delta.reasoning for delta in own)
-            choices.append(self._whole(Delta(choice, text, tokens, own[-1].finish, calls, reasoning=reasoning)))
+        owns = ([delta for delta in deltas if delta.choice == choice] for choice in range(num_choices))
+        choices = [self._whole(joined(own)) for own in owns]
         return self._head(self.whole_kind) | {"choices": choices, "usage": numbers}
 
     def chunk(self, item: Item) -> dict[str, Any]:

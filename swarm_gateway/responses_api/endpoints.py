@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from swarm_gateway.generation.beginning import begin, read_request
+from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.responses_api.formats import RESPONSES, ResponseWriter
 from swarm_gateway.responses_api.requests import Item, ResponsesRequest, items_of
 from swarm_gateway.responses_api.store import ResponseStore
-from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
+from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json, listing
 
 _logger = logging.getLogger(__name__)
 
@@ -28,10 +26,8 @@ def responses_router(gateway: Gateway, store: ResponseStore) -> APIRouter:
 
     @router.post("")
     async def respond(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        began_s = time.perf_counter()
-        asked, num_bytes = await read_request(gateway, ResponsesRequest, request, key)
-        chunks = _generated(gateway, store, asked, num_bytes, key, began_s)
-        return ChunkedResponse(chunks, is_stream=asked.stream, dialect=RESPONSES)
+        received = await read_request(gateway, ResponsesRequest, request, key)
+        return ChunkedResponse(_generated(store, received), is_stream=received.fields.stream, dialect=RESPONSES)
 
     @router.get("/{response_id}")
     async def show(response_id: str, key: str = Depends(gateway.admit)) -> Response:
@@ -41,8 +37,7 @@ def responses_router(gateway: Gateway, store: ResponseStore) -> APIRouter:
     async def list_items(response_id: str, key: str = Depends(gateway.admit)) -> Response:
         items = await asyncio.to_thread(store.items, key, response_id)
         data = [item | {"id": f"item_{number}"} for number, item in reversed(list(enumerate(items)))]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return JSONResponse({"object": "list", "data": data, "has_more": False} | ends)
+        return listing(data)
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, key: str = Depends(gateway.admit)) -> Response:
@@ -52,13 +47,12 @@ def responses_router(gateway: Gateway, store: ResponseStore) -> APIRouter:
     return router
 
 
-async def _generated(
-    gateway: Gateway, store: ResponseStore, asked: ResponsesRequest, num_bytes: int, key: str, began_s: float
-) -> AsyncGenerator[bytes, None]:
+async def _generated(store: ResponseStore, received: ReceivedRequest[ResponsesRequest]) -> AsyncGenerator[bytes, None]:
+    asked, key = received.fields, received.key
     before: list[Item] = []
     if asked.previous_response_id is not None:
         before = items_of(await asyncio.to_thread(store.conversation, key, asked.previous_response_id))
-    work = await begin(gateway, asked.as_chat(before), num_bytes, key, began_s)
+    work = await begin(received, asked.as_chat(before))
     form = ResponseWriter(asked, work.model.name, work.num_prompt)
     async with aclosing(work.items()) as items:
         async for item in items:
@@ -66,16 +60,11 @@ async def _generated(
                 continue
             events = list(form.events(item, work.num_generated, work.num_reasoning))
             if form.final is not None and asked.store:
-                await _store(store, key, form.final, asked)
+                try:
+                    await asyncio.to_thread(store.add, key, form.final, asked.stored_input())
+                except sqlite3.Error as error:  # such as a full disk; the client still gets the response
+                    _logger.warning("a response could not be stored, so that no other can go on from it: %s", error)
             if asked.stream and events:
                 yield b"".join(map(RESPONSES.chunk, events))
     if not asked.stream:
         yield as_json(form.final)
-
-
-async def _store(store: ResponseStore, key: str, response: dict[str, Any], asked: ResponsesRequest) -> None:
-    """Store the response. If that fails, say so in the log: the client still gets the response."""
-    try:
-        await asyncio.to_thread(store.add, key, response, asked.stored_input())
-    except sqlite3.Error as error:  # such as a full disk
-        _logger.warning("a response could not be stored, so that no other can go on from it: %s", error)

@@ -6,7 +6,8 @@ Fields without an effect on the text are ignored; all others that are not suppor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
@@ -26,6 +27,7 @@ _FUNCTION: dict[str, Values] = {
     "output_schema": None,
 }
 _REASONING: dict[str, Values] = _ITEM | {"encrypted_content": None, "summary": None}
+_EFFORT: dict[str, Values] = {"summary": None, "generate_summary": None}
 _REQUEST: dict[str, Values] = {
     "access_programs": None,
     "background": (False,),
@@ -82,14 +84,14 @@ Content = Annotated[str | list[dict[str, Any]], BeforeValidator(_with_pictures)]
 
 
 class MessageItem(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _ITEM
+    UNSUPPORTED = _ITEM
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
 class CallItem(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    UNSUPPORTED = _CALL
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -102,14 +104,14 @@ class CallItem(Fields):
 
 
 class ResultItem(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _CALL
+    UNSUPPORTED = _CALL
     type: Literal["function_call_output"]
     call_id: str
     output: Content
 
 
 class ReasoningItem(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REASONING
+    UNSUPPORTED = _REASONING
     type: Literal["reasoning"]
     content: Text = ""
 
@@ -144,17 +146,8 @@ def items_of(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
     return _items.validate_python(stored)
 
 
-def _only_functions(tools: Any) -> Any:
-    """Return the tools of a namespace. Raise ApiError if one is no function."""
-    return _of_types(tools, ("function",))
-
-
-def _tools(tools: Any) -> Any:
-    """Return the tools. Raise ApiError if one is neither a function nor a namespace of functions."""
-    return _of_types(tools, ("function", "namespace"))
-
-
-def _of_types(tools: Any, kinds: tuple[str, ...]) -> Any:
+def _of_types(kinds: tuple[str, ...], tools: Any) -> Any:
+    """Return the tools. Raise ApiError if one is of another type."""
     for tool in tools if isinstance(tools, list) else []:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind not in kinds:
@@ -164,7 +157,7 @@ def _of_types(tools: Any, kinds: tuple[str, ...]) -> Any:
 
 
 class FunctionTool(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _FUNCTION
+    UNSUPPORTED = _FUNCTION
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -185,7 +178,7 @@ class NamespaceTool(Fields):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Annotated[list[FunctionTool], BeforeValidator(_only_functions), Field(min_length=1)]
+    tools: Annotated[list[FunctionTool], BeforeValidator(partial(_of_types, ("function",))), Field(min_length=1)]
 
     def functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
         """Yield the namespace's name with each function; the first function also has the namespace's description."""
@@ -242,12 +235,12 @@ class TextConfig(Fields):
 
 
 class Reasoning(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = {"summary": None, "generate_summary": None}
+    UNSUPPORTED = _EFFORT
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ResponsesRequest(Fields):
-    UNSUPPORTED: ClassVar[Mapping[str, Values]] = _REQUEST
+    UNSUPPORTED = _REQUEST
     model: str
     input: Annotated[list[Item], BeforeValidator(_listed), Field(max_length=_MOST_ITEMS)] = Field(default=[])
     instructions: str | None = None
@@ -257,7 +250,7 @@ class ResponsesRequest(Fields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[AnyTool], BeforeValidator(_tools)] = Field(default=[])
+    tools: Annotated[list[AnyTool], BeforeValidator(partial(_of_types, ("function", "namespace")))] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
@@ -315,7 +308,7 @@ class ResponsesRequest(Fields):
 class _Chat(ChatRequest):
     """A chat request whose answer may be long: coding assistants do not say how long it may be."""
 
-    DEFAULT_TOKENS: ClassVar[int] = 2**17  # as the largest of OpenAI's models
+    DEFAULT_TOKENS = 2**17  # as the largest of OpenAI's models
 
 
 def _turns(items: Iterable[Item]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from swarm_gateway.limits.admission import ApiError, GenerationQueue, RateLimit, check_key, is_loopback
+from swarm_gateway.limits.admission import ApiError, GenerationQueue, RateLimit, check_key
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.web.metrics import DISCONNECTED, Metrics
-from swarm_gateway.web.models import Models
+from swarm_gateway.web.models import SwarmModels
 from swarm_protocol.errors import RequestRejected, SwarmError
 from swarm_protocol.failures import any_error_as
-from swarm_protocol.net.hosts import split_address
+from swarm_protocol.net.hosts import called_host, is_loopback_host
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.printable import printable
 
@@ -43,7 +43,7 @@ class Gateway:
             which keeps out pages that a browser has loaded from other sites.
     """
 
-    models: Models
+    models: SwarmModels
     queue: GenerationQueue
     rate: RateLimit
     metrics: Metrics
@@ -54,27 +54,12 @@ class Gateway:
     def admit(self, request: Request) -> str:
         """Return the request's key, for ``Depends``. Raise ApiError if the request may not be answered."""
         if self.keys:
-            return check_key(self.keys, _authorization(request))
-        if not is_loopback(host := _called_host(request)):
+            key = request.headers.get("X-Api-Key")  # from clients of Anthropic's API
+            header = request.headers.get("Authorization", None if key is None else f"Bearer {key}")
+            return check_key(self.keys, header)
+        # ``request.url`` has the address of the socket where the header is not understood.
+        if not is_loopback_host(host := called_host(request.headers.getlist("Host"))):
             raise ApiError(403, f"{printable(host)!r} is no name of this machine's loopback")
-        return ""
-
-
-def _authorization(request: Request) -> str | None:
-    """Return the ``Authorization`` header. Clients of Anthropic's API send the key as ``X-Api-Key`` instead."""
-    key = request.headers.get("X-Api-Key")
-    return request.headers.get("Authorization", None if key is None else f"Bearer {key}")
-
-
-def _called_host(request: Request) -> str:
-    """Return the host in the only ``Host`` header, which browsers always send; an empty string if it is not valid.
-
-    ``request.url`` does not help: it has the address of the socket where the header is not understood.
-    """
-    try:
-        (header,) = request.headers.getlist("Host")
-        return split_address(header, 0)[0]
-    except ValueError:
         return ""
 
 
@@ -169,18 +154,18 @@ class _Body:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Do the work of a request that has been read; cancel the work at once if the client disconnects."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
     finally:
         await end_tasks([working, leaving])
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -225,6 +210,12 @@ def as_json(content: Any) -> bytes:
 def as_date(seconds: float) -> str:
     """Return seconds since 1970 as RFC 3339 says."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def listing(data: Sequence[dict[str, Any]], *, has_more: bool = False) -> Response:
+    """Return the response with some of OpenAI's objects; ``has_more``: there are others after them."""
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return JSONResponse({"object": "list", "data": data, "has_more": has_more} | ends)
 
 
 def event(content: Any) -> bytes:

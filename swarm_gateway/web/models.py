@@ -8,16 +8,16 @@ import contextlib
 import contextvars
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from swarm_client.batching.request import Batcher
+from swarm_client.batching.loop import GenerationLoop
 from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.generation.fewest_tokens import FewestTokens
@@ -26,9 +26,10 @@ from swarm_client.model.model import DistributedModel
 from swarm_client.weights.opening import ModelOpening
 from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.grammars.compiler import GrammarCompiler
+from swarm_gateway.history.recorder import HistoryRecorder
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.monitor.model_monitor import ModelStatus
-from swarm_gateway.monitor.monitor import Monitor, SwarmSnapshot
+from swarm_gateway.monitor.monitor import Monitor
 from swarm_gateway.web.pictures import PictureReader, picture_reader_at
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
@@ -58,7 +59,7 @@ class ServedModel:
 
     name: str
     tokenizer: PreTrainedTokenizerBase
-    batcher: Batcher
+    batcher: GenerationLoop
     max_positions: int | None
     generation_config: GenerationConfig
     vocab_size: int
@@ -75,6 +76,11 @@ class ServedModel:
             message = f"the model has {self.max_positions} positions: a text of {len(text)} characters has more tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
+    def check_tokens(self, token_ids: Iterable[int], param: str) -> None:
+        """Raise ApiError if a token id is outside the vocabulary."""
+        if any(not 0 <= token < self.vocab_size for token in token_ids):
+            raise ApiError(400, f"{param}: the model's token ids are below {self.vocab_size}", param=param)
+
     @cached_property
     def grammars(self) -> GrammarCompiler:
         own = self.tokenizer.eos_token_id
@@ -86,19 +92,6 @@ def end_ids(config: GenerationConfig) -> list[int]:
     """Return the tokens with which a generation ends."""
     ends = config.eos_token_id
     return list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-class ClosableBatcher(Batcher, Protocol):
-    def close(self) -> None:
-        """End all generations."""
-
-
-class SeesSwarm(Protocol):
-    """The part of a ``Monitor`` that is used here, so that tests can replace it."""
-
-    async def look(self) -> SwarmSnapshot: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,24 +107,6 @@ class Traits:
     has_template: bool
     capabilities: tuple[str, ...]
     max_positions: int | None
-
-
-class Models(Protocol):
-    async def names(self) -> list[str]: ...
-
-    async def traits(self, name: str, *, wait: bool = True) -> Traits | None:
-        """Return the traits of a model, one of ``names``; None if they are unknown at present.
-
-        Without ``wait``, return what is known already, or can be read at once.
-        """
-
-    async def get(self, name: str) -> ServedModel:
-        """Return the loaded model.
-
-        Raises:
-            ApiError: there is no such model.
-            SwarmError: the model cannot be loaded at present.
-        """
 
 
 def not_found(name: str) -> ApiError:
@@ -185,10 +160,6 @@ class _Source:
         """Return the tokenizer. Raise CheckpointError if it cannot be read."""
         return tokenizer_at(self.files or self.location, self.revision)
 
-    def picture_reader(self) -> PictureReader | None:
-        """Return the reader of pictures; see ``picture_reader_at``."""
-        return picture_reader_at(self.files or self.location, self.revision)
-
     def traits(self) -> Traits:
         """Return what the files say. Raise CheckpointError or UnsupportedModel, see ``ModelCheckpoint.open``."""
         tokenizer = self.tokenizer()
@@ -208,11 +179,11 @@ class SwarmModels:
         config: ClientConfig,
         model: str,
         revision: str | None,
-        make_batcher: Callable[[RemoteModelMixin], ClosableBatcher],
+        make_batcher: Callable[[RemoteModelMixin], GenerationLoop],
         *,
         files: str = "",
         load: Callable[..., RemoteModelMixin] = DistributedModel.from_pretrained,
-        monitor: SeesSwarm | None = None,
+        monitor: Monitor | HistoryRecorder | None = None,
     ) -> None:
         """Reach the swarm by ``load`` and ``monitor``; ``close`` closes ``monitor``. ``_Source`` explains ``files``."""
         location = Path(locate(model)).expanduser()
@@ -227,7 +198,7 @@ class SwarmModels:
         # Separate threads, because the event loop's default threads must not wait for the swarm.
         self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_LOADED, "models")
         self._opened = contextlib.ExitStack()  # what ``close`` closes
-        self._monitor: SeesSwarm = monitor or Monitor(config)
+        self._monitor: Monitor | HistoryRecorder = monitor or Monitor(config)
         self._look: asyncio.Task[None] | None = None
         self._looked_s = 0.0
 
@@ -236,6 +207,10 @@ class SwarmModels:
         return list(self._sources)
 
     async def traits(self, name: str, *, wait: bool = True) -> Traits | None:
+        """Return the traits of a model, one of ``names``; None if they are unknown at present.
+
+        Without ``wait``, return what is known already, or can be read at once.
+        """
         source = replace(self._sources[name], adapter="")
         if source not in self._traits and (wait or source == self._own_source):
             try:
@@ -246,6 +221,12 @@ class SwarmModels:
         return self._traits.get(source)
 
     async def get(self, name: str) -> ServedModel:
+        """Return the loaded model.
+
+        Raises:
+            ApiError: there is no such model.
+            SwarmError: the model cannot be loaded at present.
+        """
         name = self.own if name == self._own_source.location else name
         if name not in self._loading:
             if name not in self._sources:
@@ -276,7 +257,7 @@ class SwarmModels:
         batcher = self._make_batcher(model)
         self._opened.callback(batcher.close)
         if sees(model.config):
-            pictures = source.picture_reader()
+            pictures = picture_reader_at(source.files or source.location, source.revision)
             if pictures is not None and not tokenizer.chat_template:
                 tokenizer.chat_template = pictures.chat_template
         return ServedModel(

@@ -237,26 +237,27 @@ OTHER = "/dns4/swarm.example.org/tcp/31331/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8
 
 
 def words(invitation: Invitation, model: str = MODEL) -> list[str]:
-    return shlex.split(invitation.command(model, is_directory=False))[3:]  # after python -m swarm_server
+    command = invitation.as_json(model, is_directory=False)["join_command"]
+    return shlex.split(command)[3:]  # after python -m swarm_server
 
 
 def test_a_swarm_of_this_machine_is_joined_by_its_name():
     invitation = Invitation.of(ClientConfig(swarm="home"), [LOCAL], is_private=False)
     assert words(invitation) == ["--model", MODEL, "--swarm", "home"]
     assert words(Invitation.of(ClientConfig(), [LOCAL], False), "tiny-python-docs") == []
-    assert "Only this machine can join" in invitation.note(MODEL, is_directory=False)
+    assert "Only this machine can join" in invitation.as_json(MODEL, is_directory=False)["join_note"]
 
 
 def test_others_are_joined_through_peers_the_named_ones_first():
     invitation = Invitation.of(ClientConfig(initial_peers=(OTHER,)), [PEER, OTHER, "nonsense; rm -rf /"], False)
     assert words(invitation) == ["--model", MODEL, "--initial-peers", OTHER, PEER]
-    assert invitation.note(MODEL, is_directory=False) == ""
+    assert invitation.as_json(MODEL, is_directory=False)["join_note"] == ""
 
 
 def test_a_private_swarm_says_that_a_membership_is_needed():
     invitation = Invitation.of(ClientConfig(), [PEER], is_private=True)
     assert words(invitation)[2:4] == ["--membership", "MEMBERSHIP_FILE"]
-    note = invitation.note(MODEL, is_directory=True)
+    note = invitation.as_json(MODEL, is_directory=True)["join_note"]
     assert note.startswith("The model is a directory") and note.endswith("for a membership file.")
 
 
@@ -265,8 +266,8 @@ def test_a_model_with_a_name_for_a_shell_is_one_word_of_the_command(name):
     invitation = Invitation.of(ClientConfig(), [PEER], False)
     (word,) = [word for word in words(invitation, name) if name in word]
     assert word in (name, f"--model={name}")
-    assert replace(invitation, swarm="home").command(name, is_directory=False).count("\n") == 0
-    joined = shlex.split(invitation.command(name, is_directory=True))
+    assert replace(invitation, swarm="home").as_json(name, is_directory=False)["join_command"].count("\n") == 0
+    joined = shlex.split(invitation.as_json(name, is_directory=True)["join_command"])
     assert joined[joined.index("--model") + 1] == f"PATH_TO/{name}"
 
 

@@ -16,7 +16,6 @@ from swarm_gateway.history.store import (
     MOST_EVENTS,
     WRITER_S,
     HistoryStore,
-    NotHistory,
     SwarmSample,
     is_busy,
 )
@@ -208,7 +207,7 @@ def test_a_newer_version_is_refused(path):
     history = HistoryStore(path)
     history._connection.execute("PRAGMA user_version = 2")
     history.close()
-    with pytest.raises(NotHistory, match="history of version 2: expected 1"):
+    with pytest.raises(ValueError, match="history of version 2: expected 1"):
         HistoryStore(path)
 
 
