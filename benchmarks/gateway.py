@@ -38,8 +38,7 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import FinishReason, Request, Servers, Token
-from swarm_client.core.events import Event
+from swarm_client.batching.request import FinishReason, Item, Request, Token
 
 PROMPT = 16  # tokens
 CACHE_TOKENS = 32768  # of each server
@@ -210,22 +209,15 @@ class _Stream:
         self._has_begun = False
         self.has_ended = threading.Event()
 
-    def token(self, _token: Token) -> None:
-        if not self._has_begun:
+    def __call__(self, item: Item | BaseException) -> None:
+        if isinstance(item, str | BaseException):
+            self._decoding.ended(item)
+            self.has_ended.set()
+        elif isinstance(item, Token) and not self._has_begun:
             self._has_begun = True
             self._decoding.begun()
-        elif not self._decoding.is_over.is_set():
+        elif isinstance(item, Token) and not self._decoding.is_over.is_set():
             self._decoding.token()
-
-    def scored(self, _prompt: Sequence[Token]) -> None:
-        pass
-
-    def happened(self, _what: Servers | Event) -> None:
-        pass
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        self._decoding.ended(reason)
-        self.has_ended.set()
 
 
 def client_ms_per_token(loop: GenerationLoop, num_streams: int, new_tokens: int) -> float:

@@ -11,7 +11,8 @@ import torch
 from common import generate
 from transformers import PreTrainedModel
 
-from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
+from swarm_client.speculation.policy import DraftPlan
 from swarm_client.speculation.speculation import Speculation
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
-from swarm_client.speculation.policy import Size
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
+from swarm_client.speculation.policy import DraftPlan
 from swarm_client.speculation.speculation import Guessing, Speculation
 
 
@@ -67,7 +67,7 @@ class Always(Speculation):
 
     def __init__(self, draft: Draft, rows: int, length: int) -> None:
         super().__init__(draft)
-        self._size_of_tests = Size(rows, length)
+        self._size_of_tests = DraftPlan(rows, length)
 
-    def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
+    def begin(self, prompt: list[int], ranking: Ranking, size: DraftPlan | None = None) -> Guessing | None:
         return super().begin(prompt, ranking, self._size_of_tests)

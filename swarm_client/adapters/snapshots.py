@@ -63,24 +63,27 @@ class AdapterPart:
 
 
 class AdapterSnapshot:
-    """A snapshot of an adapter at one moment, in parts for servers."""
+    """A snapshot of an adapter at one moment, in parts for servers.
+
+    Attributes:
+        name: the name of the adapter that servers loaded at their start; empty if there is none.
+    """
 
     def __init__(self, added: ActiveAdapter | None = None) -> None:
-        self._name = "" if added is None else added.name
+        self.name = "" if added is None else added.name
         self._adapter = Adapter(b"") if added is None else _copied(added.adapter)
         self._parts: dict[Span, AdapterPart | None] = {}
 
-    @property
-    def name(self) -> str:
-        """Return the name of the adapter that servers loaded at their start; empty if there is none."""
-        return self._name
-
     def part(self, span: Span) -> AdapterPart | None:
         """Return the part in these blocks; None if nothing is added to them."""
-        if self._name:
-            return AdapterPart(pb.AdapterName(name=self._name))
+        if self.name:
+            return AdapterPart(pb.AdapterName(name=self.name))
         if span not in self._parts:
-            self._parts[span] = _part(self._adapter.over(span))
+            adapter, part = self._adapter.over(span), None
+            if not adapter.is_empty:
+                data, key = adapter.serialize()
+                part = AdapterPart(pb.AdapterName(key=key), data, tuple(tensor.shape for tensor in adapter.tensors))
+            self._parts[span] = part
         return self._parts[span]
 
     @property
@@ -130,13 +133,6 @@ class AdapterUploader:
         self._given: OrderedDict[bytes, None] = OrderedDict()
         self._giving = asyncio.Lock()
 
-    async def give(self, part: AdapterPart | None, span: Span) -> None:
-        """Upload the part before a request needs it, unless the server has it. Raise the errors of the connection."""
-
-        async def nothing(_name: pb.AdapterName | None) -> None: ...
-
-        await self.use(part, span, nothing)
-
     async def use(
         self, part: AdapterPart | None, span: Span, request: Callable[[pb.AdapterName | None], Awaitable[T]]
     ) -> T:
@@ -172,10 +168,3 @@ def _copied(adapter: Adapter) -> Adapter:
         low_rank=tuple(replace(part, a=copy(part.a), b=copy(part.b)) for part in adapter.low_rank),
         prompts=tuple(replace(prompt, values=copy(prompt.values)) for prompt in adapter.prompts),
     )
-
-
-def _part(adapter: Adapter) -> AdapterPart | None:
-    if adapter.is_empty:
-        return None
-    data, key = adapter.serialize()
-    return AdapterPart(pb.AdapterName(key=key), data, tuple(tensor.shape for tensor in adapter.tensors))

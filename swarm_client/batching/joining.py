@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_client.batching.config import not_batched
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import FinishReason, Generation, Request, Servers, Token
-from swarm_client.core.events import Event
+from swarm_client.batching.request import FinishReason, Item, Request, Token
+from swarm_client.batching.row import BatchRow
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import Ends, GeneratedText
 from swarm_client.speculation.speculation import Guessing
@@ -170,19 +170,11 @@ class _Answer:
         self.ids: list[int] = []  # tokens that were read
         self._heard: queue.SimpleQueue[Token | FinishReason | BaseException] = queue.SimpleQueue()
 
-    def token(self, token: Token) -> None:
-        self._heard.put(token)
+    def __call__(self, item: Item | BaseException) -> None:
+        if isinstance(item, Token | str | BaseException):  # the model's own callback gets events
+            self._heard.put(item)
 
-    def scored(self, prompt: Sequence[Token]) -> None:
-        """Do nothing, because the request does not ask for these."""
-
-    def happened(self, what: Servers | Event) -> None:
-        pass  # the model's own callback gets these
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        self._heard.put(reason)
-
-    def tokens(self, generation: Generation, streamer: BaseStreamer | None) -> list[int]:
+    def tokens(self, generation: BatchRow, streamer: BaseStreamer | None) -> list[int]:
         """Return all tokens once the generation has ended. An interruption cancels the generation."""
         with undone_on_error(generation.cancel):  # such as an error of the caller's streamer
             while isinstance(heard := self._heard.get(), Token):

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 
 from swarm_client.batching.config import checked_config, generator_of
 from swarm_client.batching.groups import groups_of
-from swarm_client.batching.request import FinishReason, Request, Token, TokenListener
+from swarm_client.batching.request import FinishReason, Request, Scored, Token, TokenListener
 from swarm_client.batching.row import BatchRow
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.batching.sampler import Choice, choose, token_of
@@ -86,7 +86,12 @@ class GenerationLoop:
         self._thread.start()
 
     def submit(self, request: Request, listener: TokenListener) -> BatchRow:
-        """Add a request to the loop; see ``Batcher``."""
+        """Add a request to the loop. Any thread may call this method.
+
+        Raises:
+            ValueError: the request is invalid: an empty prompt, more positions than the model has, or an option that
+                is not supported.
+        """
         config = checked_config(self._model, request)
         prompt, processors = torch.tensor([request.prompt]), LogitsProcessorList(request.processors)
         choice = Choice(
@@ -100,11 +105,11 @@ class GenerationLoop:
         stop_ids = config._eos_token_tensor
         session = self._model.blocks.open_session(
             len(request.prompt) + min(config.max_new_tokens, _RESERVED_TOKENS),
-            on_event=listener.happened if request.with_servers else None,
+            on_event=listener if request.with_servers else None,
             is_bundled=True,
             purpose=SessionPurpose(request.user, request.is_background),
         )
-        first = self._batched.first_input(prompt, session, request.pictures) if request.pictures else None
+        (first,) = self._batched.inputs(prompt, [session], [0], request.pictures) if request.pictures else [None]
         ranking = ranking_of(config, choice.processors, choice.generator)
         row = BatchRow(
             lambda: self._inbox.put(_Cancelled(row)),
@@ -279,7 +284,7 @@ class GenerationLoop:
             self._inbox.put(_Stepped(row, hidden[:, num:]))
             return False
         row.end_scoring()
-        if not _is_heard(lambda: row.listener.scored(scored)):
+        if not _is_heard(lambda: row.listener(Scored(tuple(scored)))):
             self._forget([row])
             return False
         return True
@@ -296,7 +301,7 @@ class GenerationLoop:
         if isinstance(token, Exception):
             return token
         reason = row.take(token)
-        return reason if _is_heard(lambda: row.listener.token(token)) else "lost"
+        return reason if _is_heard(lambda: row.listener(token)) else "lost"
 
     def _finish(self, row: BatchRow, ending: _Ending) -> None:
         if ending == "lost":
@@ -346,7 +351,7 @@ class GenerationLoop:
             _logger.error("a generation has failed", exc_info=reason)
         self._forget(rows)
         for row in rows:
-            _is_heard(partial(row.listener.ended, reason))
+            _is_heard(partial(row.listener, reason))
 
     def _forget(self, rows: Iterable[BatchRow]) -> None:
         for row in rows:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, TypeAlias
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor
@@ -70,39 +70,18 @@ class Servers:
     hops: tuple[Hop, ...]
 
 
-class TokenListener(Protocol):
-    """A receiver of tokens on the loop's thread, which it must not block. Any error from it cancels the generation."""
+@dataclass(frozen=True)
+class Scored:
+    """The tokens of a prompt with their logprobs. The prompt's own first token has none."""
 
-    def token(self, token: Token) -> None: ...
-
-    def scored(self, prompt: Sequence[Token]) -> None:
-        """Take the tokens of the prompt, before the first new one. The prompt's own first token has no logprob.
-
-        The loop calls this method only if the request asks for the prompt's tokens.
-        """
-
-    def happened(self, what: Servers | Event) -> None:
-        """Take an event on the network's thread, if the request asks for events; its order among tokens is kept."""
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        """Take the end, which comes once and last, but not after ``cancel``. An error is a ``SwarmError`` or a
-        ValueError."""
+    prompt: tuple[Token, ...]
 
 
-class Generation(Protocol):
-    """An active generation."""
+Item: TypeAlias = Token | Scored | Servers | Event | FinishReason
+TokenListener: TypeAlias = Callable[[Item | BaseException], None]
+"""A receiver of what a generation says, on threads that it must not block. Any error from it cancels the generation.
 
-    def cancel(self) -> None:
-        """End the generation, and free its room on servers at once. Any thread may call this, also after the end."""
-
-
-class Batcher(Protocol):
-    """A generator of tokens for requests."""
-
-    def submit(self, request: Request, listener: TokenListener) -> Generation:
-        """Begin a generation. Any thread may call this method.
-
-        Raises:
-            ValueError: the request is invalid: an empty prompt, more positions than the model has, or an option that
-                is not supported.
-        """
+Tokens come on the loop's thread. The scored prompt comes before the first one, if the request asks for it. Servers and
+events come on the network's thread, if the request asks for them; their order among tokens is kept. The end comes once
+and last, but not after ``cancel``: its reason, or an error, which is a ``SwarmError`` or a ValueError.
+"""

@@ -26,6 +26,8 @@ class BatchRow:
 
     Attributes:
         num_new: the number of new tokens so far; ``last`` is the id of the newest token.
+        cancel: a function that ends the generation, and frees its room on servers at once. Any thread may call it, also
+            after the end.
         is_own: whether the row owns its session, and closes the session at the end.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with this row's step.
@@ -79,7 +81,7 @@ class BatchRow:
         """Inform the listener of the servers, if it wants to know them and they have changed."""
         if self._servers is not None and self._servers.hops != self.session.hops:
             self._servers = Servers(self.session.hops)
-            self.listener.happened(self._servers)
+            self.listener(self._servers)
 
     @property
     def is_decoding(self) -> bool:
@@ -150,10 +152,6 @@ class BatchRow:
 
     def end(self) -> None:
         """End the row, and release references that would keep its session."""
-        self.group, self.cancel = frozenset(), _do_nothing
+        self.group, self.cancel = frozenset(), lambda: None
         if self._guessing is not None:
             self._guessing.end()
-
-
-def _do_nothing() -> None:
-    pass

@@ -32,30 +32,23 @@ class BatchedModel:
         self._model: Any = model
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
+    @torch.no_grad()
     def inputs(
-        self, token_ids: torch.Tensor, sessions: Sequence[RemoteSession], shifts: Sequence[int]
+        self,
+        token_ids: torch.Tensor,
+        sessions: Sequence[RemoteSession],
+        shifts: Sequence[int],
+        pictures: Mapping[str, torch.Tensor] | None = None,
     ) -> list[BlockInput]:
         """Return the next input of each session.
 
-        token_ids: [rows, new], one row for each session; shifts: see ``shift_after``.
+        token_ids: [rows, new], one row for each session; shifts: see ``shift_after``; pictures: see ``Request``, of a
+        session's first input, for which the model itself finds their positions.
         """
-        before = _Before(sessions, shifts)
+        before = _Before(sessions, shifts, with_pictures=pictures is not None)
         with contextlib.suppress(_TakenOver):
-            self._forward(token_ids, before)
-        return before.taken
-
-    def first_input(
-        self, token_ids: torch.Tensor, session: RemoteSession, pictures: Mapping[str, torch.Tensor]
-    ) -> BlockInput:
-        """Return the first input of a session, whose prompt has pictures: the model itself finds their positions.
-
-        token_ids: [1, new]; pictures: see ``Request``.
-        """
-        before = _Before([session], [0], with_pictures=True)
-        with contextlib.suppress(_TakenOver), torch.no_grad():
             self._forward(token_ids, before, pictures)
-        (first,) = before.taken
-        return first
+        return before.taken
 
     def logits(self, token_ids: torch.Tensor, hidden: torch.Tensor, sessions: Sequence[RemoteSession]) -> torch.Tensor:
         """Return the logits of the next tokens, [rows, vocabulary] float32.

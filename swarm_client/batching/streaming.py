@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import AsyncGenerator
+from functools import partial
 from weakref import WeakValueDictionary
 
-from swarm_client.batching.request import Batcher, FinishReason, Generation, Request, Servers, Token
-from swarm_client.core.events import Event
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The tokens of a prompt, see ``TokenListener.scored``."""
-
-    prompt: tuple[Token, ...]
-
-
-Item: TypeAlias = Token | Scored | Servers | Event | FinishReason
+from swarm_client.batching.loop import GenerationLoop
+from swarm_client.batching.request import Item, Request, TokenListener
+from swarm_client.batching.row import BatchRow
 
 
 class _Mailbox:
@@ -57,41 +47,22 @@ def _mailbox() -> _Mailbox:
     return found
 
 
-class _Queue:
-    """A listener on the generation loop's thread, whose reader is on an event loop."""
-
-    def __init__(self) -> None:
-        self._mailbox = _mailbox()
-        self.items: asyncio.Queue[Item | BaseException] = asyncio.Queue()
-
-    def token(self, token: Token) -> None:
-        self._mailbox.put(self.items, token)
-
-    def scored(self, prompt: Sequence[Token]) -> None:
-        self._mailbox.put(self.items, Scored(tuple(prompt)))
-
-    def happened(self, what: Servers | Event) -> None:
-        self._mailbox.put(self.items, what)
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        self._mailbox.put(self.items, reason)
-
-
-async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, None]:
+async def stream(batcher: GenerationLoop, request: Request) -> AsyncGenerator[Item, None]:
     """Yield the tokens as they come, and at last the reason of the end. The prompt's tokens, which come first, and the
     events of servers are included if the request asks for them.
 
     A reader that stops must close the iterator (``aclose``), which cancels the generation.
 
     Raises:
-        ValueError: see ``Batcher.submit``.
+        ValueError: see ``GenerationLoop.submit``.
         SwarmError: see ``swarm_protocol.errors``.
     """
-    queue = _Queue()
-    generation = await _submitted(batcher, request, queue) if request.pictures else batcher.submit(request, queue)
+    items: asyncio.Queue[Item | BaseException] = asyncio.Queue()
+    listener = partial(_mailbox().put, items)
+    generation = await _submitted(batcher, request, listener) if request.pictures else batcher.submit(request, listener)
     try:
         while True:
-            item = await queue.items.get()
+            item = await items.get()
             if isinstance(item, BaseException):
                 raise item
             yield item
@@ -101,11 +72,11 @@ async def stream(batcher: Batcher, request: Request) -> AsyncGenerator[Item, Non
         generation.cancel()
 
 
-async def _submitted(batcher: Batcher, request: Request, queue: _Queue) -> Generation:
+async def _submitted(batcher: GenerationLoop, request: Request, listener: TokenListener) -> BatchRow:
     """Submit a request on another thread, as its vision tower takes time; cancel it if the reader stops meanwhile."""
-    submitting = asyncio.ensure_future(asyncio.to_thread(batcher.submit, request, queue))
+    submitting = asyncio.ensure_future(asyncio.to_thread(batcher.submit, request, listener))
 
-    def cancel(done: asyncio.Future[Generation]) -> None:
+    def cancel(done: asyncio.Future[BatchRow]) -> None:
         if not done.cancelled() and done.exception() is None:
             done.result().cancel()
 

@@ -43,32 +43,70 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """The client's configuration. A field that is out of its range raises ValueError at construction."""
+    """The client's configuration. A field that is out of its range raises ValueError at construction.
 
-    initial_peers: tuple[str, ...] = ()  # empty: the swarm registered on this machine
-    discover: bool = False  # also look for members on the local network
+    Attributes:
+        initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
+        discover: also look for members on the local network.
+        swarm: the swarm's name.
+        wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
+            before ``PeerBusy``.
+        step_timeout_s: how long to wait for one server's answer, while the server says that it is still there, and no
+            other can replace it.
+        recovery_timeout_s: how long a generation or a training step waits for other servers to replace failed ones,
+            before ``RecoveryFailed``; 0 makes it fail at once.
+        standby: keep a replica of each generation's keys and values on other servers. Then almost nothing is computed
+            again when a server fails. The replica costs room on servers and traffic between them.
+        on_event: a function that gets each event of a generation or training (``swarm_client.core.events``):
+            ``Recovery``, ``Move``, ``Waiting``, ``Retry``, ``WrongAnswers`` or ``DoubtfulTokens``. It runs on the
+            network's thread and must not block the thread.
+        compression: the format of hidden states and their gradients on the wire: "raw" (or "none"), "bf16", "int8" or
+            "int4" (4.5 bits). "auto" is raw where links are fast enough.
+        compression_error: the largest relative error of the last hidden state that "auto" may cause.
+        head_quant: the format of the head that turns hidden states into logits: "none", or "int8" (on the CPU), which
+            is faster, smaller and frozen. A classifier's head stays as it is.
+        skip_padding: whether passes without a cache leave out padding, whose hidden states are then zeros.
+        draft: the source of guesses for the next tokens. One pass through the servers verifies several guesses, which
+            do not change the text. It is "lookup", the name or directory of a small model with the same tokenizer,
+            "none", or "auto", which guesses where passes are slow. See ``model.speculation``.
+        view_max_age_s: how long the list of servers counts after it was read from the DHT.
+        allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
+        blocked_servers: peer ids, or their ends, of servers that are not used.
+        weights: the SHA-256 of the manifest of the files to take for ``swarm://NAME``; by default the most common one.
+        adapter: the name of an adapter that servers have loaded; only servers that have loaded it are used.
+        check_share: the share of the servers' work in generations that is spent on checks: other servers compute the
+            same answers, and the client compares them. New servers are checked more; 0 checks nothing. The default is
+            0.025, or 0 in the swarm registered on this machine.
+        timeouts: the timeouts of single exchanges with servers.
+        swarm_key: the key of a private swarm; only its members are used as servers. A membership contains the key.
+        membership: the file that makes this client a member of a private swarm; by default, the value of the
+            environment variable SWARM_MEMBERSHIP.
+        identity: the key file of the peer that the membership is for, if the membership came without the key.
+    """
+
+    initial_peers: tuple[str, ...] = ()
+    discover: bool = False
     swarm: str = DEFAULT_SWARM
-    wait_timeout_s: float = 30.0  # the wait for servers that hold every block, and have room
-    step_timeout_s: float = 120.0  # one server's answer, while it is there and no other server can replace it
-    recovery_timeout_s: float = 120.0  # the time to replace failed servers, until the next answer
-    standby: bool = False  # sessions keep copies of their keys and values on other servers
-    on_event: OnEvent | None = None  # called with what happens to sessions
-    compression: str = "auto"  # codec of hidden states on the wire: auto, raw, bf16, int8 or int4; none is raw
-    compression_error: float = 0.1  # the largest relative error of the last hidden state that auto may cause
-    head_quant: str = "none"  # quantisation of the head that makes logits: none or int8
-    skip_padding: bool = False  # passes without a cache leave padding out: its outputs are zeros, not the model's
-    draft: str = "auto"  # token guesses: auto, none, lookup, or name or directory of a model with the same tokenizer
+    wait_timeout_s: float = 30.0
+    step_timeout_s: float = 120.0
+    recovery_timeout_s: float = 120.0
+    standby: bool = False
+    on_event: OnEvent | None = None
+    compression: str = "auto"
+    compression_error: float = 0.1
+    head_quant: str = "none"
+    skip_padding: bool = False
+    draft: str = "auto"
     view_max_age_s: float = 10.0
-    allowed_servers: tuple[str, ...] = ()  # peer ids or their ends; empty: all that are not blocked
+    allowed_servers: tuple[str, ...] = ()
     blocked_servers: tuple[str, ...] = ()
-    weights: str = ""  # SHA-256 of the manifest of the files to take for swarm://NAME; empty: the most common manifest
-    adapter: str = ""  # the adapter that servers must have loaded at their start; empty: none
-    # The share of servers' work that others repeat to check it; new servers have more. None: 0.025, on this machine 0.
+    weights: str = ""
+    adapter: str = ""
     check_share: float | None = None
     timeouts: Timeouts = Timeouts()
-    swarm_key: str = ""  # the key of a private swarm, whose members alone are used; empty: that of the membership
-    membership: Path | None = None  # file that makes this client a member; None: environment variable SWARM_MEMBERSHIP
-    identity: Path | None = None  # the key file of the membership's peer, if the membership does not contain the key
+    swarm_key: str = ""
+    membership: Path | None = None
+    identity: Path | None = None
 
     def __post_init__(self) -> None:
         self._clean_peers()

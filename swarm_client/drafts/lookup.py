@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
+from swarm_client.speculation.policy import DraftPlan
 
 LONGEST = 4  # the most tokens that are looked up
 SHORTEST = 2  # one token alone says too little

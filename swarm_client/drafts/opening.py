@@ -52,7 +52,11 @@ def why_not(model: Any) -> str:
 
 def _open(name: str, model: Any, checkpoint: ModelCheckpoint) -> Draft:
     if name == AUTO:
-        return _own_draft(model) or LookupDraft()
+        try:
+            return own_draft(model) or LookupDraft()
+        except ValueError as error:  # the user did not ask for this draft
+            _logger.warning("the draft beside the model is not used: %s", error)
+            return LookupDraft()
     if name == LOOKUP:
         return LookupDraft()
     if is_draft_file(name):
@@ -61,15 +65,6 @@ def _open(name: str, model: Any, checkpoint: ModelCheckpoint) -> Draft:
     check_draft_name(name)
     _check_tokens(name, checkpoint)
     return SmallModelDraft.load(name, vocab_size)
-
-
-def _own_draft(model: Any) -> Draft | None:
-    """Return the draft beside the model. Ignore a file that does not fit, because the user did not ask for it."""
-    try:
-        return own_draft(model)
-    except ValueError as error:
-        _logger.warning("the draft beside the model is not used: %s", error)
-        return None
 
 
 def _check_tokens(name: str, checkpoint: ModelCheckpoint) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from swarm_client.speculation.draft import Draft, DraftPlan, Guesses, Ranking, SteppedSession
+from swarm_client.speculation.draft import Draft, Guesses, Ranking, SteppedSession
+from swarm_client.speculation.policy import DraftPlan
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import locate
 from swarm_models.checkpoints.family import cache_argument_of, max_positions

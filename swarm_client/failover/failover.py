@@ -137,12 +137,15 @@ def _after_failure(state: FailoverState, errors: Mapping[int, SwarmError], is_la
     present = {link.number for link in state.links}
     failed = {number: error for number, error in state.failed.items() if number in present} | dict(errors)
     state = replace(state, failed=failed)
-    instructions: list[Instruction] = [_blame(state, errors)]
-    if is_late and not _are_full(failed):
-        return state, [*instructions, GiveUp(_span(state))]
+    # Servers are not avoided if all hops fail at once: then the client's own network may be down.
+    instructions: list[Instruction] = [Blame(errors, avoid=not len(errors) == len(state.links) > 1)]
+    if is_late and not all(isinstance(error, PeerBusy) for error in failed.values()):  # these just lack room
+        return state, [*instructions, GiveUp(next(link.span for link in state.links if link.number in failed))]
     if state.progress.starts_over:  # such as a failed hop's block outputs, which are not sent again
         return state, [*instructions, Abandon(tuple(failed)), StartOver()]
-    return state, [*instructions, _ask(state)]
+    held = {link.number for link, following in pairwise(state.links) if following.number in failed}
+    asked = tuple(link.number for link in state.links if link.number not in failed)
+    return state, [*instructions, Ask(asked, frozenset(held.intersection(asked)))]
 
 
 def _after_asking(state: FailoverState, event: HopsAsked) -> Decision:
@@ -206,27 +209,6 @@ def _after_connecting(state: FailoverState, new: tuple[FailoverHop, ...]) -> Dec
     splice = Splice(gap, state.failed[replaced[0].number], end - start, state.is_replica)
     links = (*state.links[: gap.start], *new, *state.links[gap.stop :])
     return _next_gap(replace(state, links=links, gaps=state.gaps[1:]), [splice])
-
-
-def _ask(state: FailoverState) -> Ask:
-    """Return the question for all working hops. Hops before a failed one are held until they are rerouted."""
-    held = {link.number for link, following in pairwise(state.links) if following.number in state.failed}
-    asked = tuple(link.number for link in state.links if link.number not in state.failed)
-    return Ask(asked, frozenset(held.intersection(asked)))
-
-
-def _blame(state: FailoverState, errors: Mapping[int, SwarmError]) -> Blame:
-    """Return the blame. Servers are not avoided if all hops fail at once: then the client's own network may be down."""
-    return Blame(errors, avoid=not len(errors) == len(state.links) > 1)
-
-
-def _are_full(failed: Mapping[int, SwarmError]) -> bool:
-    """Return whether all failed servers just lack room."""
-    return all(isinstance(error, PeerBusy) for error in failed.values())
-
-
-def _span(state: FailoverState) -> Span:
-    return next(link.span for link in state.links if link.number in state.failed)
 
 
 def _number(link: FailoverHop | None) -> int | None:

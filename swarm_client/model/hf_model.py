@@ -30,10 +30,9 @@ from swarm_client.model.left_out import (
     without_router_logits,
 )
 from swarm_client.model.masks import read_masks, require_alone
-from swarm_client.model.model_pass import DeepStack, has_hooks, starts_of
+from swarm_client.model.model_pass import DeepStack, are_foreign, starts_of
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
-from swarm_client.sessions.session import RemoteSession
-from swarm_client.speculation.mixin import SpeculationMixin
+from swarm_client.speculation.generating import may_speculate, speculative_sample
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.family import Family
@@ -46,10 +45,14 @@ B = TypeVar("B", bound=BlockModule)
 _AXES = 3  # time, height and width; see ``Family.position_axes``
 
 
-class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
-    """The attributes and methods that a distributed model adds to the stock class."""
+class RemoteModelMixin(PromptsMixin, LoraMixin):
+    """The attributes and methods that a distributed model adds to the stock class.
 
-    hf_class: type[PreTrainedModel]
+    Attributes:
+        speculation: the model's draft and its statistics; it may be replaced between generations.
+    """
+
+    speculation: Speculation
     no_dropout: NoDropout
     _family: Family
     _remote_blocks: list[RemoteBlocks]  # in a list, because the module is registered in the place of the blocks
@@ -78,7 +81,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
     def is_watched(self) -> bool:
         """Return whether foreign hooks are attached where hidden states pass, and may read all of the states."""
         owner = self._owners[0]
-        return any(map(has_hooks, (self.base_model, owner, *owner.children())))
+        modules = self.base_model, owner, *owner.children()
+        return any(are_foreign(module._forward_pre_hooks, module._forward_hooks) for module in modules)
 
     def outside_blocks(self) -> str | None:
         """Return a value of PEFT's ``exclude_modules`` that leaves out a vision tower; None if there is none."""
@@ -187,7 +191,11 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         argument = self._family.cache_argument
         fresh = model_kwargs.get(argument) is None and generation_config.use_cache is not False
         if fresh:
-            _require_exact(generation_config.cache_implementation)
+            if generation_config.cache_implementation == "quantized":
+                raise RequestRejected(
+                    "cache_implementation='quantized' rounds keys and values on this machine, but servers hold them, "
+                    "as they are: leave it out"
+                )
             generation_config.cache_implementation = None  # generation_config is this call's own copy
             # A single session is faster without bundling: by 6 % of a token's time on one machine.
             is_bundled = batch_size == 1 and self._shared_loop.expects_others()
@@ -205,30 +213,46 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, SpeculationMixin):
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        *args: Any,
-        **kwargs: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
     ) -> Any:
-        """Choose the tokens for ``generate``. Servers do not continue the rows of a batch whose text has ended."""
+        """Choose the tokens for ``generate`` one by one; one pass gives several where guesses are right.
+
+        Servers do not continue the rows of a batch whose text has ended.
+        """
+        cache = model_kwargs.get(self._family.cache_argument)
         if not self.is_watched and not self._reads_blocks(generation_config):
-            cache = kwargs.get(self._family.cache_argument)
             stopping_criteria = leaving_rows(stopping_criteria, cache, generation_config, len(input_ids))
-        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config
+        if (
+            self.speculation.draft is not None
+            and cache is not None
+            and self.prompts is None
+            and not self.is_watched
+            and may_speculate(input_ids, generation_config, synced_gpus, model_kwargs)
+        ):
+            session = session_of(cache, self.blocks)
+            output = speculative_sample(self, *arguments, streamer, session, self._shared_loop, model_kwargs)
+            if output is not None:
+                return output
+        return super()._sample(*arguments, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]  # of GenerationMixin
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the candidate generator for an ``assistant_model``. The assistant guesses even where it is unsure, if
+        no threshold was set, because one more pass through servers costs more than wrong guesses."""
+        generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
+        assistant = getattr(generator, "assistant_model", None)
+        if assistant is not None and assistant.generation_config.assistant_confidence_threshold is None:
+            generator.assistant_confidence_threshold = 0.0
+            for config in (generator.generation_config, generator.assistant_generation_config):
+                config.assistant_confidence_threshold = 0.0
+        return generator
 
     def _reads_blocks(self, generation_config: Any) -> bool:
         """Return whether something reads hidden states between the blocks or after the last one while generating."""
         given = {"output_hidden_states": generation_config.output_hidden_states or None}
         return starts_of(self._remote_blocks[0].modules_in_place, _needs_every_block(self._owners[0], given)) != [0]
-
-    def _session_of(self, cache: Any) -> RemoteSession:
-        return session_of(cache, self.blocks)
-
-
-def _require_exact(cache_implementation: str | None) -> None:
-    if cache_implementation == "quantized":
-        raise RequestRejected(
-            "cache_implementation='quantized' rounds keys and values on this machine, but servers hold them, as they "
-            "are: leave it out"
-        )
 
 
 def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
@@ -274,22 +298,20 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
 
     Client.forward.__signature__ = inspect.signature(hf_class.forward)  # so that inspect finds it at once
     copy_names(hf_class, Client)
-    Client.hf_class = hf_class
     return Client
 
 
 def _leave_out_blocks(base: Any, family: Family) -> None:
     """Make the base model refuse to be saved, and initialise its weights without its blocks."""
     base.save_pretrained = base.push_to_hub = _refuse_to_save
-    base._init_weights = functools.partial(_init_without_blocks, base, family, base._init_weights)
+    init_weights = base._init_weights
 
+    def without_blocks(module: nn.Module) -> None:
+        if not isinstance(module, BlockModule):
+            with hosted_alone(base, family, ()):  # some families' code looks into the blocks
+                init_weights(module)
 
-def _init_without_blocks(base: nn.Module, family: Family, init_weights: Any, module: nn.Module) -> None:
-    """Run the stock weight initialisation without blocks, because some families' code looks into them."""
-    if isinstance(module, BlockModule):
-        return
-    with hosted_alone(base, family, ()):
-        init_weights(module)
+    base._init_weights = without_blocks
 
 
 def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | None:
@@ -331,9 +353,7 @@ def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: 
         packed = cache is None and given.get("attention_mask") is None and _are_packed(positions_of_text)
         require_alone(joined, packed, blocks.prompts is not None)
         if blocks.prompts is not None:
-            if packed:
-                _refuse_packed()
-            _refuse_axes(positions_of_blocks, deep_stack)
+            _require_no_prompts(packed, positions_of_blocks, deep_stack)
             positions = {"position_ids": positions_of_blocks} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
             positions_of_blocks = given.get("position_ids")
@@ -358,11 +378,23 @@ def _opens_later(blocks: RemoteBlocks, cache: Any, given: dict[str, Any]) -> boo
     return not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
 
 
-def _refuse_packed() -> None:
-    raise RequestRejected(
-        "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
-        "stand before one sequence per row; send them in rows of their own, with an attention_mask"
-    )
+def _are_packed(position_ids: torch.Tensor | None) -> bool:
+    """Return whether some row holds several sequences, by the test that transformers applies without a mask."""
+    return position_ids is not None and find_packed_sequence_indices(position_ids) is not None
+
+
+def _require_no_prompts(packed: bool, positions: torch.Tensor | None, deep_stack: DeepStack | None) -> None:
+    """Raise RequestRejected for what trained prompts would shift: packed sequences, or positions on several axes."""
+    if packed:
+        raise RequestRejected(
+            "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
+            "stand before one sequence per row; send them in rows of their own, with an attention_mask"
+        )
+    if deep_stack is not None or (positions is not None and positions.dim() > 2):
+        raise RequestRejected(
+            "pictures of this model have positions on several axes, which trained prompts (tuning_mode) would shift: "
+            "use one or the other"
+        )
 
 
 def _needs_every_block(owner: Any, given: dict[str, Any]) -> bool:
@@ -410,16 +442,3 @@ def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, 
     axes = position_ids[1:] if has_text else position_ids
     are_equal = bool((axes == axes[:1]).all())
     return position_ids[0] if has_text else None, axes[0] if are_equal else axes.permute(1, 2, 0)
-
-
-def _refuse_axes(position_ids: torch.Tensor | None, deep_stack: DeepStack | None) -> None:
-    if deep_stack is not None or (position_ids is not None and position_ids.dim() > 2):
-        raise RequestRejected(
-            "pictures of this model have positions on several axes, which trained prompts (tuning_mode) would shift: "
-            "use one or the other"
-        )
-
-
-def _are_packed(position_ids: torch.Tensor | None) -> bool:
-    """Return whether some row holds several sequences, by the test that transformers applies without a mask."""
-    return position_ids is not None and find_packed_sequence_indices(position_ids) is not None

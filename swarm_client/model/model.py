@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from transformers import (
 
 from swarm_client.adapters.prompts import NEW_HEADS
 from swarm_client.core import background
-from swarm_client.core.config import ClientConfig, Timeouts
+from swarm_client.core.config import ClientConfig
 from swarm_client.core.draft_names import check_draft_name
-from swarm_client.core.events import OnEvent
 from swarm_client.drafts.opening import open_speculation
 from swarm_client.model.head import check_head_quant, quantize_head_
 from swarm_client.model.hf_model import RemoteModelMixin, client_class
@@ -49,83 +48,34 @@ class _Distributed:
     def from_pretrained(
         cls,
         name_or_path: str = DEFAULT_MODEL,
-        initial_peers: list[str] | tuple[str, ...] | None = None,
+        initial_peers: Sequence[str] | None = None,
         swarm: str | None = None,
         *,
         config: ClientConfig | None = None,
         revision: str | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str = "cpu",
-        wait_timeout_s: float | None = None,
-        step_timeout_s: float | None = None,
-        recovery_timeout_s: float | None = None,
-        standby: bool | None = None,
-        on_event: OnEvent | None = None,
-        compression: str | None = None,
-        compression_error: float | None = None,
-        head_quant: str | None = None,
-        skip_padding: bool | None = None,
-        draft: str | None = None,
-        allowed_servers: Sequence[str] | None = None,
-        blocked_servers: Sequence[str] | None = None,
-        adapter: str | None = None,
-        check_share: float | None = None,
-        timeouts: Timeouts | None = None,
-        swarm_key: str | None = None,
-        membership: str | os.PathLike[str] | None = None,
-        identity: str | os.PathLike[str] | None = None,
         tuning_mode: str | None = None,
         num_prompt_tokens: int = NUM_PROMPT_TOKENS,
-        **config_overrides: Any,
+        **others: Any,
     ) -> RemoteModelMixin:
         """Load embeddings, norms and head. The swarm computes the blocks.
 
-        Settings of the swarm come from a ``ClientConfig``, or from the keywords with the names of its fields.
-        ``ClientConfig`` has their defaults.
+        Settings of the swarm come from a ``ClientConfig``, or from the keywords with the names of its fields, such as
+        ``initial_peers``, ``draft`` or ``standby``. ``ClientConfig`` explains them.
 
         Args:
             name_or_path: a hub name, directory, GGUF file, or a short name that ``default_model.locate`` knows.
                 ``swarm://NAME`` reads missing files from the swarm's members; ``swarm://`` means the swarm's only
                 model. Given ``initial_peers``, members also send the files when the hub cannot be reached.
-            initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
-            swarm: the swarm's name.
+            initial_peers, swarm: fields of ``ClientConfig``.
             config: a config to use instead of the keywords with the names of its fields.
             revision: the branch, tag or commit of a hub model. Servers must serve the same revision; ``swarm://`` takes
                 the revision that most of them serve.
             dtype: the dtype of the client's part; "auto" is float32 on the CPU and the checkpoint's dtype elsewhere.
-            wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
-                before ``PeerBusy``.
-            step_timeout_s: how long to wait for one server's answer, while the server says that it is still there.
-            recovery_timeout_s: how long a generation or a training step waits for other servers to replace failed
-                ones, before ``RecoveryFailed``; 0 makes it fail at once.
-            standby: keep a replica of each generation's keys and values on other servers. Then almost nothing is
-                computed again when a server fails. The replica costs room on servers and traffic between them.
-            on_event: a function that gets each event of a generation or training (``swarm_client.core.events``):
-                ``Recovery``, ``Move``, ``Waiting``, ``Retry``, ``WrongAnswers`` or ``DoubtfulTokens``. It runs on the
-                network's thread and must not block the thread.
-            compression: the format of hidden states and their gradients on the wire: "raw", "bf16", "int8" or "int4"
-                (4.5 bits). "auto", the default, is raw where links are fast enough.
-            compression_error: the relative error of the last hidden state that "auto" may cause for this model.
-            head_quant: the format of the head that turns hidden states into logits: "none", or "int8" (on the CPU),
-                which is faster, smaller and frozen. A classifier's head stays as it is.
-            skip_padding: whether passes without a cache leave out padding, whose hidden states are then zeros.
-            draft: the source of guesses for the next tokens. One pass through the servers verifies several guesses,
-                which do not change the text. It is "lookup", the name or directory of a small model with the same
-                tokenizer, "none", or "auto", which guesses where passes are slow. See ``model.speculation``.
-            allowed_servers: peer ids, or their ends as ``status`` shows them. If any are given, no others are used.
-            blocked_servers: peer ids, or their ends, of servers that are not used.
-            adapter: the name of an adapter that servers have loaded; only servers that have loaded it are used.
-            check_share: the share of the servers' work in generations that is spent on checks: other servers compute
-                the same answers, and the client compares them. New servers are checked more; 0 checks nothing. The
-                default is 0.025, or 0 in the swarm registered on this machine.
-            timeouts: the timeouts of single exchanges with servers.
-            swarm_key: the key of a private swarm; only its members are used as servers. A membership contains the key.
-            membership: the file that makes this client a member of a private swarm; by default, the value of the
-                environment variable SWARM_MEMBERSHIP.
-            identity: the key file of the peer that the membership is for, if the membership came without the key.
             tuning_mode: "prompt" adds trained virtual tokens before every row; "deep_prompt" also adds others before
                 every block. There are ``num_prompt_tokens``, and nothing else is trained. See ``model.prompts``.
-            config_overrides: fields of the model's config, such as ``num_labels=3``.
+            others: the other fields of ``ClientConfig``, and fields of the model's config, such as ``num_labels=3``.
 
         Returns:
             The stock class (such as ``LlamaForCausalLM``) with ``model.blocks`` and ``model.close()`` added. The model
@@ -138,29 +88,8 @@ class _Distributed:
             AccessDenied: the swarm is private, and this client is not a member; the first pass raises this error.
             NoRoute: there are servers, but none has ``adapter``, or none is one of ``allowed_servers``.
         """
-        config = _client_config(
-            config,
-            initial_peers=initial_peers,
-            swarm=swarm or None,
-            wait_timeout_s=wait_timeout_s,
-            step_timeout_s=step_timeout_s,
-            recovery_timeout_s=recovery_timeout_s,
-            standby=standby,
-            on_event=on_event,
-            compression=compression,
-            compression_error=compression_error,
-            head_quant=head_quant,
-            skip_padding=skip_padding,
-            draft=draft,
-            allowed_servers=allowed_servers,
-            blocked_servers=blocked_servers,
-            adapter=adapter,
-            check_share=check_share,
-            timeouts=timeouts,
-            swarm_key=swarm_key,
-            membership=membership,
-            identity=identity,
-        )
+        others |= {"initial_peers": initial_peers, "swarm": swarm or None}
+        config = _client_config(config, {field.name: others.pop(field.name, None) for field in fields(ClientConfig)})
         check_draft_name(config.draft)
         device = named_device(device)
         check_head_quant(config.head_quant, device)
@@ -169,7 +98,7 @@ class _Distributed:
             connection = opening.swarm(checkpoint)
             background.run(connection.connect())
             with undone_on_error(lambda: background.run(connection.close())):
-                model = load_client(checkpoint, cls._auto_class, dtype, device, config_overrides)
+                model = load_client(checkpoint, cls._auto_class, dtype, device, others)
                 if config.head_quant == "int8":
                     quantize_head_(model)
                 model.connect(connection, max_positions(checkpoint.config))
@@ -191,7 +120,7 @@ class DistributedModelForSequenceClassification(_Distributed):
     _auto_class = AutoModelForSequenceClassification
 
 
-def _client_config(config: ClientConfig | None, **keywords: Any) -> ClientConfig:
+def _client_config(config: ClientConfig | None, keywords: Mapping[str, Any]) -> ClientConfig:
     """Return ``config``, or a config with the values of the keywords; a keyword that is None was not given."""
     given = {name: value for name, value in keywords.items() if value is not None}
     if config is None:

@@ -160,11 +160,6 @@ def starts_of(modules: Sequence[nn.Module], every_block: bool) -> list[int]:
     return sorted(starts)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether foreign hooks are on the module's input or output."""
-    return are_foreign(module._forward_pre_hooks, module._forward_hooks)
-
-
 def are_foreign(*hooks: dict[int, Callable]) -> bool:
     """Return whether some hooks are neither ours nor those with which transformers collects hidden states."""
     ours = ("swarm_client.", "transformers.utils.output_capturing")

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from swarm_protocol.errors import NotFinite, RequestRejected, TrainingDiverged
+from swarm_protocol.errors import RequestRejected, TrainingDiverged
 
-_ADVICE = "training has diverged; lower the learning rate"
+ADVICE = "training has diverged; lower the learning rate"
 
 
 def require_finite(tensors: Iterable[torch.Tensor], what: str, trains: bool = True) -> None:
@@ -20,12 +20,4 @@ def require_finite(tensors: Iterable[torch.Tensor], what: str, trains: bool = Tr
     if all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
         return
     reason = f"the {what} are not finite (they contain NaN or infinity)"
-    raise TrainingDiverged(f"{reason}: {_ADVICE}") if trains else RequestRejected(reason)
-
-
-def overflows_everywhere(first: NotFinite, second: NotFinite) -> TrainingDiverged:
-    """Return the error for blocks whose second result, from another server if possible, is not finite either."""
-    who = "two servers answer" if first.peer_id != second.peer_id else f"server …{first.peer_id[-6:]} answers twice"
-    return TrainingDiverged(
-        f"{who} values that are not finite (NaN or infinity) for blocks {second.span}, given finite ones: {_ADVICE}"
-    )
+    raise TrainingDiverged(f"{reason}: {ADVICE}") if trains else RequestRejected(reason)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter, Retry, Waiting
-from swarm_client.passes.divergence import overflows_everywhere
+from swarm_client.passes.divergence import ADVICE
 from swarm_client.routing.routing import Route
 from swarm_client.swarm.stall import Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled
-from swarm_protocol.errors import NoRoute, NotFinite, PeerError
+from swarm_protocol.errors import NoRoute, NotFinite, PeerError, TrainingDiverged
 from swarm_protocol.span import Span
 
 _COMPUTED = "computed by any server"
@@ -41,11 +43,9 @@ class RetryBudget:
         """
         stall = self._stall
         if self._suspected is not None:
-            try:
+            with contextlib.suppress(NoRoute):  # no other server has the blocks
                 return await self._swarm.chain(span, avoid=(self._suspected.peer_id,), timeout_s=0.0, pushes=False)
-            except NoRoute:  # no other server has the blocks
-                return await self._swarm.chain(span, pushes=False)
-        if stall is None:
+        if self._suspected is not None or stall is None:
             return await self._swarm.chain(span, pushes=False)
         try:
             return await self._swarm.chain(
@@ -62,7 +62,10 @@ class RetryBudget:
         """Record the failure. Raise RecoveryFailed if the budget is used up, TrainingDiverged if training diverges."""
         if self._trains and isinstance(error, NotFinite):
             if self._suspected is not None:
-                raise overflows_everywhere(self._suspected, error) from None
+                same = self._suspected.peer_id == error.peer_id  # the second answer is another server's if possible
+                who = f"server …{error.peer_id[-6:]} answers twice" if same else "two servers answer"
+                what = f"values that are not finite (NaN or infinity) for blocks {error.span}, given finite ones"
+                raise TrainingDiverged(f"{who} {what}: {ADVICE}") from None
             self._suspected = error
             return
         if isinstance(error, Stalled):

@@ -138,7 +138,8 @@ def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Route = ())
     """
     best = _fastest(view, blocks, costs)
     kept = _as_in(view, keep)
-    if kept and _is_over(kept, blocks) and seconds(kept, costs) <= seconds(best, costs) * (1 + KEEP_MARGIN):
+    is_over = kept and (kept[0].span.start, kept[-1].span.end) == (blocks.start, blocks.end)
+    if is_over and seconds(kept, costs) <= seconds(best, costs) * (1 + KEEP_MARGIN):
         return kept
     return best
 
@@ -266,10 +267,6 @@ def _as_in(view: SwarmView, chain: Route) -> Route:
             return ()
         found.append(Hop(server, hop.span))
     return tuple(found)
-
-
-def _is_over(chain: Route, blocks: Span) -> bool:
-    return (chain[0].span.start, chain[-1].span.end) == (blocks.start, blocks.end)
 
 
 def best_replica(view: SwarmView, span: Span, costs: Costs) -> ServerRecord | None:

@@ -17,16 +17,15 @@ from swarm_client.routing.own_load import SessionLoad
 from swarm_client.routing.routing import Route
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.listener import ChainListener, Failures
-from swarm_client.sessions.opening import Opener, SessionOptions, Terms, close
+from swarm_client.sessions.opening import LaneSettings, Opener, Terms, close
 from swarm_client.sessions.replacement import HopReplacer
 from swarm_client.sessions.standby import StandbyReplicas
-from swarm_client.swarm.swarm import Swarm, closed_error
+from swarm_client.swarm.swarm import closed_error
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.steps import OutgoingStep, chunk_size
 from swarm_protocol.errors import PeerBusy, SessionLost, SwarmError
 from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
 
 _PAST_STEPS = 256  # steps that a replica may lag behind
@@ -38,27 +37,21 @@ class Chain:
     Attributes:
         hops: the hops, first blocks first. Only the chain changes this list; other objects read it.
         number: the number of the last step.
+        opener: the opener of the hops; ``terms``: the terms that the hops are opened with.
         is_new: the session has earlier positions that have not been sent to any server yet.
         busy: the lock that is held during a call.
     """
 
-    def __init__(
-        self,
-        swarm: Swarm,
-        blocks: Span,
-        max_positions: int | None,
-        options: SessionOptions,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, setting: LaneSettings, reporter: Reporter) -> None:
         self.hops: list[HopSession] = []
         self.number = FIRST_STEP - 1
         self.is_new = False
-        self._swarm = swarm
-        self._blocks = blocks
+        self._swarm, self._blocks, options = setting.swarm, setting.blocks, setting.options
+        swarm = self._swarm
         self._reporter = reporter
         inbox = Inbox(self._hop_leaves)
-        self._opener = opener = Opener(swarm, inbox, options.is_bundled, options.purpose)
-        self._terms = terms = Terms(max_positions, options.reserve_tokens)
+        self.opener = opener = Opener(swarm, inbox, options.is_bundled, options.purpose)
+        self.terms = terms = Terms(setting.max_positions, options.reserve_tokens)
         standby = swarm.config.standby if options.standby is None else options.standby
         self._standby = StandbyReplicas(self.hops, swarm, opener, terms, standby, self._move_between_calls)
         self._replacer = HopReplacer(self.hops, swarm, opener, terms, self._standby, reporter)
@@ -72,15 +65,6 @@ class Chain:
         swarm.sessions.add(self)
 
     @property
-    def adapter(self) -> AdapterSnapshot:
-        """Return the adapter that is added to the blocks of hops that are opened from now on."""
-        return self._opener.adapter
-
-    def use_adapter(self, adapter: AdapterSnapshot) -> None:
-        """Add this adapter to the blocks of hops that are opened from now on."""
-        self._opener.use_adapter(adapter)
-
-    @property
     def route(self) -> Route:
         """Return the servers that hold the KV cache now, first blocks first; empty before the first step."""
         return tuple(session.hop for session in self.hops)
@@ -88,9 +72,9 @@ class Chain:
     @property
     def load(self) -> SessionLoad:
         """Return the load that the session puts on servers; it is empty while the session still chooses a chain."""
-        if self._opener.is_choosing:
+        if self.opener.is_choosing:
             return SessionLoad((), 0)
-        call, opening = self._call, self._opener.opening
+        call, opening = self._call, self.opener.opening
         if call is None:
             num_waiting = 0
         elif opening and not self.hops:
@@ -102,7 +86,7 @@ class Chain:
     @property
     def codecs(self) -> tuple[pb.Codec, ...]:
         """Return the codecs from the client to the first hop of ``route``, between hops, and back to the client."""
-        return (*map(self._opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
+        return (*map(self.opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
 
     @property
     def num_replicas(self) -> int:
@@ -114,15 +98,6 @@ class Chain:
         """Return whether no answer has come since a server failed."""
         return self._replacer.is_recovering
 
-    @property
-    def records_past(self) -> bool:
-        """Return whether sliding windows keep what later crops need."""
-        return self._terms.records_past
-
-    def record_past(self) -> None:
-        """Let the sliding windows of hops that are opened from now on keep what later crops need."""
-        self._terms.record_past()
-
     def reset(self) -> None:
         """Begin a session without positions. The caller must have released the servers."""
         self.is_new = False
@@ -130,21 +105,13 @@ class Chain:
     def begin_with(self, adapter: AdapterSnapshot) -> None:
         """Begin a session with positions that no server has; they were computed with this adapter."""
         self.is_new = True
-        self.use_adapter(adapter)
+        self.opener.use_adapter(adapter)
 
     def continues(self, other: Chain) -> None:
         """Continue the session of ``other`` from its present position, with its adapter."""
-        self.begin_with(other.adapter)
-        if other.records_past:
-            self.record_past()
-
-    def prefer(self, route: Route) -> None:
-        """Take this route the next time that hops are opened."""
-        self._opener.plan(route)
-
-    def ages_with(self, other: Chain) -> None:
-        """Reuse the time at which ``other`` first asked for KV room, so that this chain keeps its place in queues."""
-        self._terms.ages_with(other._terms)
+        self.begin_with(other.opener.adapter)
+        if other.terms.records_past:
+            self.terms.record_past()
 
     # ------------------------------------------------------------ one call
 
@@ -193,7 +160,7 @@ class Chain:
     async def close(self) -> None:
         """Release the servers once no call is under way."""
         async with self.busy:
-            self._terms.forget_age()
+            self.terms.forget_age()
             await self._forget()
 
     async def let_go(self) -> None:
@@ -205,7 +172,7 @@ class Chain:
         """Release the servers without taking the lock; the next call opens new hops."""
         hops = list(self.hops)
         self.hops.clear()
-        self._opener.plan(())
+        self.opener.plan(())
         self._listener.forget_refusal()
         self._past.clear()
         await close([*hops, *self._standby.forget()])
@@ -277,8 +244,8 @@ class Chain:
         batch_size, num_tokens, _ = call.inputs.hidden.shape
         num_slow = self._swarm.links.num_slow([hop.hop for hop in self.hops], num_tokens * batch_size)
         size = chunk_size(num_tokens, batch_size, [hop.max_step_tokens for hop in self.hops], num_slow)
-        call.cut(self.number + 1, size, self._opener.codec_to(self.hops[0]))
-        self._terms.reach(call.steps[-1].number)
+        call.cut(self.number + 1, size, self.opener.codec_to(self.hops[0]))
+        self.terms.reach(call.steps[-1].number)
 
     def _post(self, steps: list[OutgoingStep], is_alone: bool = False) -> None:
         """Send the steps to the first hop."""

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core import background
-from swarm_client.core.events import PartReporter, Reporter
+from swarm_client.core.events import PartReporter
 from swarm_client.failover.journal import Journal
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.chain import Chain
-from swarm_client.sessions.opening import SessionOptions
-from swarm_client.swarm.swarm import Swarm
+from swarm_client.sessions.opening import LaneSettings
 from swarm_client.transport.changes import merged
 from swarm_client.verification.session_checks import SessionChecks
 from swarm_protocol.failures import call_after
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-
-
-@dataclass(frozen=True)
-class LaneSettings:
-    """The settings that all lanes of a session share."""
-
-    swarm: Swarm
-    blocks: Span
-    max_positions: int | None
-    options: SessionOptions
-    reporter: Reporter
 
 
 class Lane:
@@ -47,11 +33,13 @@ class Lane:
         """Create the lane without servers. ``journal`` has its positions, to which ``changes`` are still to be made."""
         self._setting = setting
         self._reporter = PartReporter(setting.reporter)
-        self.chain = Chain(setting.swarm, setting.blocks, setting.max_positions, setting.options, self._reporter)
+        self.chain = Chain(setting, self._reporter)
         self._checks = SessionChecks(setting.swarm, self._reporter)
         self._journal = journal  # the positions that the servers know
         self._changes = list(changes)  # the changes since then
-        call_after(self, _close_soon, self.chain)  # servers notice the end of the process themselves
+        call_after(
+            self, lambda chain: background.submit(chain.close()), self.chain
+        )  # servers notice the end of the process themselves
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +81,7 @@ class Lane:
                 call.output(),
                 num_tokens,
                 after.length,
-                self.chain.adapter,
+                self.chain.opener.adapter,
                 next((change.reorder.indices for change in changes if change.HasField("reorder")), None),
             ):
                 return call
@@ -151,11 +139,11 @@ def joined(lanes: Sequence[Lane], setting: LaneSettings) -> Lane:
     """Return one lane with the rows of all lanes, which have equal lengths and whose place in queues it keeps."""
     lane = Lane(setting)
     lane.chain.continues(lanes[0].chain)
-    lane.chain.ages_with(lanes[0].chain)
+    lane.chain.terms.ages_with(lanes[0].chain.terms)
     if not lanes[0].is_empty:
         journals = [each.rows for each in lanes]
         inputs = BlockInput.of_rows([rows.read(0, rows.length) for rows in journals])
-        lane.begin_with(inputs, lanes[0].chain.adapter)
+        lane.begin_with(inputs, lanes[0].chain.opener.adapter)
     return lane
 
 
@@ -167,7 +155,3 @@ def _changed(journal: Journal, changes: Sequence[pb.Change]) -> Journal:
         elif kind == "crop":
             journal = journal.cropped(change.crop.length)
     return journal
-
-
-def _close_soon(chain: Chain) -> None:
-    background.submit(chain.close())

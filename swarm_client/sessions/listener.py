@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -113,7 +113,8 @@ class ChainListener:
     def _take_progress(self, hop: HopSession, said: pb.SessionProgress, call: SessionCall, asked_s: float) -> int:
         """Record the progress that the hop claimed when it was asked. Return it as the number of a sent step."""
         self._swarm.progress.probed(hop.hop.server.peer_id, said, now_s())
-        number = max((n for n in _numbers(hop, call) if n <= said.number), default=0)
+        known = chain(hop.replayed, (step.number for step in call.steps))
+        number = max((n for n in known if n <= said.number), default=0)
         if hop.advance(number):
             self.progress_s = max(self.progress_s, asked_s)
         if not said.num_waiting:
@@ -262,7 +263,9 @@ class ChainListener:
         if step is None:
             return {}
         ours, theirs = step.message.hidden, answer.hidden
-        shape = _shape_after(ours.shape, sender.span.end)
+        shape = list(ours.shape)
+        if len(shape) == 4 and shape[2] - 1 <= sender.span.end:  # additions go on to blocks that need them
+            del shape[2]
         if theirs is None or (theirs.header.dtype, list(theirs.header.shape)) != (ours.dtype, shape):
             return _bad_reply(sender, f"server {sender.hop.server.short_id} answered another shape")
         relayed = sender.number, answer.route, answer.step
@@ -313,11 +316,6 @@ class ChainListener:
         return {}
 
 
-def _shape_after(shape: Sequence[int], end: int) -> list[int]:
-    """Return the shape of a step's hidden states before block ``end``: additions go on to blocks that need them."""
-    return [*shape[:2], shape[3]] if len(shape) == 4 and shape[2] - 1 <= end else list(shape)
-
-
 def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
     """Return the index of the hop that the other hops wait for; None if all have finished.
 
@@ -332,11 +330,6 @@ def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
     while late is not None and late + 1 < len(numbers) and numbers[late] - numbers[late + 1] > MAX_UNTAKEN:
         late += 1
     return late
-
-
-def _numbers(hop: HopSession, call: SessionCall) -> Iterable[int]:
-    """Return the numbers of all steps that the hop knows of."""
-    return chain(hop.replayed, (step.number for step in call.steps))
 
 
 def _bad_reply(hop: HopSession, reason: str) -> Failures:

@@ -12,7 +12,7 @@ import torch
 
 from swarm_client.adapters.snapshots import NOTHING, AdapterSnapshot
 from swarm_client.core.background import now_s
-from swarm_client.core.events import OnEvent
+from swarm_client.core.events import OnEvent, Reporter
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopOutput, HopSession, Inbox, Trouble, next_hop
@@ -176,6 +176,17 @@ class SessionOptions:
             raise ValueError(
                 f"row_unit is {self.row_unit}: expected 1 or more rows that are reordered among themselves"
             )
+
+
+@dataclass(frozen=True)
+class LaneSettings:
+    """The settings that all lanes of a session share."""
+
+    swarm: Swarm
+    blocks: Span
+    max_positions: int | None
+    options: SessionOptions
+    reporter: Reporter
 
 
 class Opener:

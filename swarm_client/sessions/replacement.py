@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
@@ -18,7 +19,7 @@ from swarm_client.sessions.admission import AdmissionWait
 from swarm_client.sessions.call import SessionCall
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
 from swarm_client.sessions.standby import StandbyReplicas
-from swarm_client.swarm.stall import HopReplacement, Stall
+from swarm_client.swarm.stall import Stall
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.swarm.watchdog import Stalled
 from swarm_client.transport.hops import HopSession
@@ -82,7 +83,7 @@ class HopReplacer:
             return
         seconds = now_s() - stall.start_s
         for number, repair in enumerate(stall.repairs):
-            self._reporter.report(Recovery(**vars(repair), stall_s=seconds if number == 0 else 0.0))
+            self._reporter.report(repair if number else replace(repair, stall_s=seconds))
         for hop in self._hops:
             self._swarm.served(hop.hop.server.peer_id)
 
@@ -120,7 +121,7 @@ class HopReplacer:
             blocks = Span(hops[0].span.start, hops[-1].span.end)
             replacements = tuple(hop.hop.server.peer_id for hop in hops)
             reason = self._stall.tried[0] if self._stall.tried else "the session's servers were let go"
-            self._stall.repairs[:] = [HopReplacement(blocks, (), reason, replacements, call.start, False)]
+            self._stall.repairs[:] = [Recovery(blocks, (), reason, replacements, call.start, False, 0.0)]
         return steps
 
     async def _opened(
@@ -140,7 +141,8 @@ class HopReplacer:
         while True:
             try:
                 cautious = await self._who_may_stall(span)
-                return await self._open_span(span, opening, after, {*full, *cautious}, instead)
+                avoid, wishes = {*full, *cautious}, self._wishes(instead)
+                return await self._opener.open_span(span, opening, after, avoid=avoid, **wishes)
             except NoRoute as error:
                 if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
                     self._stalled.clear()  # no other servers hold the blocks
@@ -164,25 +166,11 @@ class HopReplacer:
             except PeerError as error:
                 self._failed_to_open(error, span)
 
-    async def _open_span(
-        self,
-        span: Span,
-        opening: Opening,
-        after: HopSession | None,
-        avoid: Collection[str],
-        instead: HopSession | None,
-    ) -> list[HopSession]:
-        """Open hops over ``span``; during a stall, only in the time that is left of it."""
+    def _wishes(self, instead: HopSession | None) -> dict[str, Any]:
+        """Return further arguments of ``open_span``: during a stall, hops must open in the time that is left of it."""
+        found: dict[str, Any] = {} if instead is None else {"like": instead.hop.server}
         stall = self._stall
-        return await self._opener.open_span(
-            span,
-            opening,
-            after,
-            avoid=avoid,
-            timeout_s=None if stall is None else stall.time_left_s,
-            like=None if instead is None else instead.hop.server,
-            on_wait=None if stall is None else self._report_waiting,
-        )
+        return found if stall is None else found | {"timeout_s": stall.time_left_s, "on_wait": self._report_waiting}
 
     async def _who_may_stall(self, span: Span) -> set[str]:
         """Return the peer ids to avoid, because some servers in this session accepted steps and computed nothing.
@@ -281,13 +269,14 @@ class HopReplacer:
         abandon(replaced)
         self._standby.drop(replaced)
         self._current_stall.repairs.append(
-            HopReplacement(
+            Recovery(
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
                 str(instruction.error),
                 tuple(hop.hop.server.peer_id for hop in new),
                 instruction.replayed_tokens,
                 instruction.from_replica,
+                0.0,
             )
         )
         return new

@@ -18,8 +18,8 @@ from swarm_client.core.events import Reporter, SessionStats
 from swarm_client.routing.pipelining import divided, most_lanes
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.call import SessionCall
-from swarm_client.sessions.lane import Lane, LaneSettings, joined
-from swarm_client.sessions.opening import SessionOptions
+from swarm_client.sessions.lane import Lane, joined
+from swarm_client.sessions.opening import LaneSettings, SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RequestRejected, SwarmError
 from swarm_protocol.failures import awaited_on_error
@@ -171,7 +171,10 @@ class RemoteSession:
     async def _advance_in_turn(self, inputs: BlockInput, num_wanted: int | None, watched: range) -> list[SessionCall]:
         batch_size, num_tokens, _ = inputs.hidden.shape
         check_length(self.length + num_tokens, self._setting.max_positions)
-        check_batch_size(batch_size)
+        if batch_size > MAX_BATCH_SIZE:
+            raise RequestRejected(
+                f"{batch_size} rows are more than a session may have: expected at most {MAX_BATCH_SIZE}"
+            )
         if self.batch_size not in (None, batch_size):
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {self.batch_size} rows")
         num_wanted = num_tokens if num_wanted is None else min(num_wanted, num_tokens)
@@ -192,7 +195,7 @@ class RemoteSession:
         if self.batch_size is None:
             del self._lanes[1:]  # lanes of a first step that failed
             if not lane.chain.hops:
-                lane.chain.use_adapter(self._adapter())
+                lane.chain.opener.use_adapter(self._adapter())
         if len(self._lanes) > 1 or not (lane.is_empty or lane.chain.is_new):
             return
         chains = await self._chains_of_lanes(batch_size)
@@ -200,7 +203,7 @@ class RemoteSession:
         if len(chains) > 1:
             self._lanes = [lane.copy(self._setting, range(part.start, part.stop)) for part in rows]
             for each, chain in zip(self._lanes, chains, strict=True):
-                each.chain.prefer(chain)
+                each.chain.opener.plan(chain)
         self._sizes = [part.stop - part.start for part in rows]
 
     async def _chains_of_lanes(self, batch_size: int) -> list[Route]:
@@ -292,12 +295,12 @@ class RemoteSession:
     @property
     def records_past(self) -> bool:
         """Return whether sliding windows keep the positions since the last ``crop``."""
-        return self._lanes[0].chain.records_past
+        return self._lanes[0].chain.terms.records_past
 
     def record_past(self) -> None:
         """Let sliding-window blocks keep what a later ``crop`` needs."""
         for lane in self._lanes:
-            lane.chain.record_past()
+            lane.chain.terms.record_past()
         self._change(pb.Change(record_past=pb.RecordPast()))
 
     def reset(self) -> None:
@@ -353,9 +356,3 @@ def check_length(num_positions: int, max_positions: int | None) -> None:
             f"{num_positions} positions are more than the model's {max_positions}: "
             "shorten the prompt or generate fewer tokens"
         )
-
-
-def check_batch_size(batch_size: int) -> None:
-    """Raise RequestRejected if servers do not accept so many rows."""
-    if batch_size > MAX_BATCH_SIZE:
-        raise RequestRejected(f"{batch_size} rows are more than a session may have: expected at most {MAX_BATCH_SIZE}")

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 from swarm_client.core.background import now_s
 from swarm_client.sessions.opening import Opener, Terms
@@ -61,10 +60,7 @@ class StandbyReplicas:
             if wanted and hop.number not in self._replicas and hop.number not in self._tasks:
                 task = asyncio.ensure_future(self._replicate(hop))
                 self._tasks[hop.number] = task
-                task.add_done_callback(partial(self._ended, hop.number))
-
-    def _ended(self, number: int, _task: asyncio.Task[None]) -> None:
-        self._tasks.pop(number, None)
+                task.add_done_callback(lambda _, number=hop.number: self._tasks.pop(number, None))  # type: ignore[misc]
 
     def handle(self, event: HopEvent) -> None:
         """Drop the replica that sent the event: after any event of its own, a replica cannot be used."""

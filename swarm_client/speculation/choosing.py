@@ -38,11 +38,9 @@ BY_ROW = (
 _GREEDY_SHARPNESS = 1.4
 
 
-class GreedyRanking:
-    """The ranking for generations that take the likeliest token."""
-
-    def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        return logits * _GREEDY_SHARPNESS
+def rank_greedily(logits: torch.Tensor, _depth: int) -> torch.Tensor:
+    """Rank guesses for generations that take the likeliest token; see ``Ranking``."""
+    return logits * _GREEDY_SHARPNESS
 
 
 class SampledRanking:
@@ -55,7 +53,7 @@ class SampledRanking:
         self._noise: list[torch.Tensor] = []
         self._state: torch.Tensor | None = None  # of the generator, after the numbers in ``_noise``
 
-    def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
         ids = torch.empty(len(logits), 0, dtype=torch.long)  # these processors ignore it
         warped = self._processors(ids, logits.clone())  # type: ignore[arg-type]
         scores = warped.log_softmax(-1)

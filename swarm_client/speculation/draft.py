@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from swarm_client.speculation.policy import DraftPlan
 
 # The worth of an m-th row to a branch, relative to the branch's probability. The first row adds a token and its
 # likeliest continuation. Later rows add other continuations, which are worth little.
 _FIRST_ROW, _LATER_ROW = 1.0, 0.2
 
 
-class Ranking(Protocol):
-    """The order of guesses, which puts first what the model is most likely to choose."""
+Ranking = Callable[[torch.Tensor, int], torch.Tensor]
+"""The order of guesses, which puts first what the model is most likely to choose.
 
-    def scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Return scores [rows, vocabulary] for the draft's logits: a token with a higher score is guessed first.
-
-        ``scores.softmax(-1)`` is about the probability that the guess is right. ``depth`` is the number of guesses
-        before this one.
-        """
-
-
-@dataclass(frozen=True)
-class DraftPlan:
-    """The number of guesses to make.
-
-    Attributes:
-        num_rows: the most lines of guesses that are verified together.
-        length: the most guesses in a line.
-        least: lines stop growing if the probability that one of them is completely right falls below this.
-    """
-
-    num_rows: int
-    length: int
-    least: float = 0.0
+It returns scores [rows, vocabulary] for the draft's logits and the number of guesses before this one: a token with a
+higher score is guessed first. ``scores.softmax(-1)`` is about the probability that the guess is right.
+"""
 
 
 @dataclass(frozen=True)
@@ -166,5 +149,5 @@ class _Branch:
 
 def _grown(branches: list[_Branch], by_row: torch.Tensor, ranking: Ranking) -> list[_Branch]:
     """Return the branches with one more token each; ``by_row`` are the logits of that token, [rows, vocabulary]."""
-    scores = ranking.scores(by_row[[branch.rows.start for branch in branches]], len(branches[0].token_ids))
+    scores = ranking(by_row[[branch.rows.start for branch in branches]], len(branches[0].token_ids))
     return [child for branch, row in zip(branches, scores, strict=True) for child in branch.children(row)]

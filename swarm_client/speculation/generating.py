@@ -13,12 +13,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from swarm_client.sessions.session import RemoteSession
-from swarm_client.speculation.choosing import GreedyRanking, SampledRanking, Verified, verify
+from swarm_client.speculation.choosing import SampledRanking, Verified, rank_greedily, verify
 from swarm_client.speculation.draft import Guesses, Ranking
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.past import Past
 from swarm_client.speculation.policy import MOST_POSITIONS
-from swarm_client.speculation.speculation import Guessing, Speculation
+from swarm_client.speculation.speculation import Guessing
 from swarm_models.checkpoints.family import cache_argument_of
 from swarm_protocol.errors import PeerBusy, SwarmError
 from swarm_protocol.failures import undone_on_error
@@ -31,7 +31,7 @@ _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hid
 
 def ranking_of(config: GenerationConfig, processors: LogitsProcessorList, generator: torch.Generator | None) -> Ranking:
     """Return the ranking of guesses. ``generator`` is the one that samples; None if its numbers cannot be predicted."""
-    return SampledRanking(processors, generator) if config.do_sample else GreedyRanking()
+    return SampledRanking(processors, generator) if config.do_sample else rank_greedily
 
 
 def may_speculate(
@@ -247,7 +247,6 @@ class SpeculativeGeneration:
 
 def speculative_sample(
     model: Any,
-    speculation: Speculation,
     input_ids: torch.Tensor,
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
@@ -260,7 +259,7 @@ def speculative_sample(
     """Return what ``_sample`` of transformers returns for these arguments; None if there are no guesses for them."""
     # The numbers of another device's generator cannot be predicted here.
     generator = torch.default_generator if input_ids.device.type == "cpu" else None
-    guessing = speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
+    guessing = model.speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
     if guessing is None:
         return None
     text = GeneratedText(input_ids, processors, criteria, bool(config.do_sample), streamer)

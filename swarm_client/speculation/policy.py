@@ -29,8 +29,14 @@ def expected_tokens(acceptance: float, length: int) -> float:
 
 
 @dataclass(frozen=True)
-class Size:
-    """The size of a pass: the rows of guesses, and the guesses in each row; for ``least`` see ``DraftPlan``."""
+class DraftPlan:
+    """The guesses of a pass.
+
+    Attributes:
+        num_rows: the most lines of guesses that are verified together.
+        length: the most guesses in a line.
+        least: lines stop growing if the probability that one of them is completely right falls below this.
+    """
 
     num_rows: int = 0
     length: int = 0
@@ -41,7 +47,7 @@ class Size:
         return max(1, self.num_rows) * (self.length + 1)
 
 
-PLAIN = Size()
+PLAIN = DraftPlan()
 
 
 class PassCosts:
@@ -71,7 +77,12 @@ class PassCosts:
         Servers have a faster path for one position, so the second position costs more than later ones. A disturbance
         makes a pass longer and never shorter, so the shortest passes are used.
         """
-        recent = self._recent()
+        recent = [
+            (positions, seconds)
+            for positions, passes in self._passes.items()
+            for number, seconds in passes
+            if self._num - number <= _MAX_AGE
+        ]
         middle = statistics.median(seconds for _, seconds in recent)
         kept = [(n, s) for n, s in recent if s <= _OUTLIER * middle]
         plain, several = [s for n, s in kept if n == 1], sorted((n, s) for n, s in kept if n > 1)
@@ -82,15 +93,6 @@ class PassCosts:
         line = max(min(s - slope * (n - 1) for n, s in several), 0.1 * middle)  # one position by the line of several
         one = min(plain) if plain else line
         return one, max(0.0, line - one), slope
-
-    def _recent(self) -> list[tuple[int, float]]:
-        """Return the positions and the seconds of recent passes."""
-        return [
-            (positions, seconds)
-            for positions, passes in self._passes.items()
-            for number, seconds in passes
-            if self._num - number <= _MAX_AGE
-        ]
 
 
 class Acceptance:
@@ -115,7 +117,8 @@ class Acceptance:
         one = (self._prior * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + all_)
         if num_rows == 1:
             return one
-        prior = one + (1 - one) * _catch(num_rows)
+        caught = max((caught for rows, caught in _CATCH.items() if rows <= num_rows), default=0.0)
+        prior = one + (1 - one) * caught
         right, all_ = self._counts.get(num_rows, (0.0, 0.0))
         return (prior * _PRIOR_WEIGHT + right) / (_PRIOR_WEIGHT + all_)
 
@@ -143,7 +146,7 @@ class Policy:
         self._num_passes = 0
         self._guesses_s: deque[tuple[int, float]] = deque(maxlen=_NUM_REMEMBERED)  # number of the pass, seconds a guess
 
-    def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> Size:
+    def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> DraftPlan:
         """Return the size of the next pass; a line may have ``most_guesses`` at most."""
         if not self.costs.are_known or most_guesses < 1:
             return PLAIN
@@ -162,10 +165,10 @@ class Policy:
                 seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + guess_s * length
                 rate = expected_tokens(acceptance, length) / seconds
                 if rate > best_rate:
-                    best, best_rate = Size(rows, length, (position_s * rows + guess_s) * rate), rate
+                    best, best_rate = DraftPlan(rows, length, (position_s * rows + guess_s) * rate), rate
         return best
 
-    def passed(self, size: Size, seconds: float, num_right: int, guess_s: float | None) -> None:
+    def passed(self, size: DraftPlan, seconds: float, num_right: int, guess_s: float | None) -> None:
         """Record a pass that took ``seconds`` after its guesses were ready; the guesses took ``guess_s``.
 
         ``guess_s`` is None if the draft did more than guess.
@@ -191,7 +194,3 @@ def _fit_slope(several: list[tuple[int, float]], prior: float) -> float:
     weight = (more - less) ** 2 * min(len(few), len(many))
     found = max(0.0, (min(s for _, s in many) - min(s for _, s in few)) / (more - less))
     return (_SLOPE_WEIGHT * prior + weight * found) / (_SLOPE_WEIGHT + weight)
-
-
-def _catch(num_rows: int) -> float:
-    return max((caught for rows, caught in _CATCH.items() if rows <= num_rows), default=0.0)

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from swarm_client.speculation.choosing import Verified
-from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
-from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, PassCosts, Policy, Size
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
+from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, DraftPlan, PassCosts, Policy
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Speculation:
         self._costs: PassCosts | None = None  # of the last generation
         self._lock = threading.Lock()
 
-    def begin(self, prompt: list[int], ranking: Ranking, size: Size | None = None) -> Guessing | None:
+    def begin(self, prompt: list[int], ranking: Ranking, size: DraftPlan | None = None) -> Guessing | None:
         """Begin the guesses of one generation; return None if there are none.
 
         ``size`` is the size of every pass, instead of the fastest.
@@ -87,7 +87,7 @@ class Guessing:
         prompt: list[int],
         ranking: Ranking,
         policy: Policy,
-        fixed: Size | None,
+        fixed: DraftPlan | None,
     ) -> None:
         self.num_hidden = draft.num_hidden
         self.stats = SpeculationStats()
@@ -112,7 +112,8 @@ class Guessing:
         reads_much = self._num_unread > MOST_POSITIONS  # drafts may read what was confirmed when they guess
         if is_alone and size.length and most_guesses > 0:
             rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
-            self._guesses = self._made(DraftPlan(rows, length, size.least))
+            plan = DraftPlan(rows, length, size.least)
+            self._guesses = self._by_draft(lambda draft: draft.guess(plan, self._ranking)) or Guesses.none()
             self._num_unread = 0
         self._sent_s = time.perf_counter()
         self._guess_s = None if reads_much else self._sent_s - start_s
@@ -131,14 +132,10 @@ class Guessing:
         """
         guesses = self._guesses
         seconds = time.perf_counter() - self._sent_s
-        self._policy.passed(Size(guesses.num_rows, guesses.length), seconds, verified.num_right, self._guess_s)
+        self._policy.passed(DraftPlan(guesses.num_rows, guesses.length), seconds, verified.num_right, self._guess_s)
         for stats in (self.stats, self._owner.stats):
             stats.add(len(verified.token_ids), guesses, verified.num_right)
-        self._confirm(verified.token_ids, hidden)
-
-    def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
-        """Take tokens without guesses, from a shared pass whose time says nothing about the cost of a pass."""
-        self._confirm(token_ids, hidden)
+        self.written(verified.token_ids, hidden)
 
     def begin(self, first_token: int, hidden: torch.Tensor | None) -> None:
         """Confirm the prompt, which has been computed, and the first token.
@@ -151,12 +148,10 @@ class Guessing:
         if hidden is not None:
             before = hidden.new_zeros(len(token_ids), hidden.shape[1])
             before[-len(hidden) :] = hidden
-        self._confirm(token_ids, before)
+        self.written(token_ids, before)
 
-    def _made(self, plan: DraftPlan) -> Guesses:
-        return self._by_draft(lambda draft: draft.guess(plan, self._ranking)) or Guesses.none()
-
-    def _confirm(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+    def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
+        """Take tokens that the model has chosen; the time of their pass says nothing about the cost of a pass."""
         self._num_unread += len(token_ids)
         self._by_draft(lambda draft: draft.confirm(token_ids, hidden))
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
@@ -17,6 +17,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
 Join = Callable[[ClientConfig], Awaitable[Dht]]
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -44,20 +45,15 @@ class Discovery:
         if not self._joined.is_alive:
             _logger.warning("the libp2p daemon of this client has ended; joining the swarm again")
             await self._rejoin()
-        view = await self._read(model, num_blocks, part)
+        view = await self._in_time(self._joined.view(model, num_blocks, part))
         # A node that knows no other nodes reads only what it has stored itself.
         if (view is None or self._joined.is_alone) and await self._rejoin():
-            view = await self._read(model, num_blocks, part)
+            view = await self._in_time(self._joined.view(model, num_blocks, part))
         return view
 
     async def accusations(self, model: str) -> list[tuple[str, pb.Accusations]]:
         """Return unverified accusations, each with its publisher's peer id; empty if the DHT cannot be read."""
-        try:
-            async with asyncio.timeout(self._config.timeouts.read_s):
-                return await self._joined.accusations(model).read()
-        except (TimeoutError, OSError) as error:
-            _logger.info("the DHT cannot be read: %r", error)
-            return []
+        return await self._in_time(self._joined.accusations(model).read()) or []
 
     async def close(self) -> None:
         self._closed = True
@@ -72,10 +68,11 @@ class Discovery:
         assert self._dht is not None, "join first"
         return self._dht
 
-    async def _read(self, model: str, num_blocks: int, part: Span | None) -> SwarmView | None:
+    async def _in_time(self, reading: Awaitable[T]) -> T | None:
+        """Return what is read from the DHT; None if it cannot be read."""
         try:
             async with asyncio.timeout(self._config.timeouts.read_s):
-                return await self._joined.view(model, num_blocks, part)
+                return await reading
         except (TimeoutError, OSError) as error:
             _logger.info("the DHT cannot be read: %r", error)
             return None

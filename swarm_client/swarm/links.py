@@ -113,7 +113,8 @@ class Links:
         """Start to measure the links to servers that will exchange data with the client, if the time has come."""
         for server in servers:
             peer_id = server.peer_id
-            if self._width and peer_id not in self._tasks and self._is_due(server):
+            is_due = not is_on_this_machine(server) and now_s() >= self._due_s.get(peer_id, -inf)
+            if self._width and peer_id not in self._tasks and is_due:
                 self._tasks[peer_id] = task = asyncio.ensure_future(self._measure_rate(server))
                 task.add_done_callback(lambda _, peer_id=peer_id: self._tasks.pop(peer_id))  # type: ignore[misc]
 
@@ -131,58 +132,52 @@ class Links:
 
     def codecs_of(self, route: Route) -> list[pb.Codec]:
         """Return the codecs from the client to the first server, between servers, and back to the client."""
-        servers = [None, *(hop.server for hop in route), None]
-        return [self.codec(one, other) for one, other in pairwise(servers)]
+        return [self.codec(one, other) for one, other in _ways(route)]
 
     def bytes_per_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float | None:
         """Return the rate from one peer to another (None: this client); infinite on one machine; None if unknown."""
-        servers = [server for server in (one, other) if server is not None]
-        rate = self._link(servers).bytes_per_s
-        return rate if rate < inf or all(map(is_on_this_machine, servers)) else None
+        rate = self._link(one, other).bytes_per_s
+        is_here = all(server is None or is_on_this_machine(server) for server in (one, other))
+        return rate if rate < inf or is_here else None
 
     def num_slow(self, hops: Sequence[Hop], num_positions: int) -> int:
         """Return how many links, from the client to the last server, take long to carry so many positions."""
         if num_positions == 1 or not self._width:
             return 0
-        servers = [None, *(hop.server for hop in hops)]
-        return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in pairwise(servers))
+        ways = [*_ways(hops)][:-1]
+        return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in ways)
 
     def stages(self, route: Route) -> dict[str, PipelineStage]:
         """Return the pipeline stages of a step's rows: client to first server, between servers, and back. The names of
         the first and last stage are the same for all routes, because all lanes share the client's line."""
         peers = [hop.server.peer_id for hop in route]
         names = ["to the swarm", *(f"{one} to {other}" for one, other in pairwise(peers)), "from the swarm"]
-        servers = [None, *(hop.server for hop in route), None]
-        ways = pairwise(servers)
         return {
-            name: PipelineStage(0.0, self._send_s(one, other)) for name, (one, other) in zip(names, ways, strict=True)
+            name: PipelineStage(0.0, self._send_s(one, other))
+            for name, (one, other) in zip(names, _ways(route), strict=True)
         }
 
     def _send_s(self, one: ServerRecord | None, other: ServerRecord | None) -> float:
         """Return the seconds that sending one position takes; 0 if the rate is unknown."""
         name = CODEC_NAMES[self.codec(one, other)]
-        servers = [server for server in (one, other) if server is not None]
-        return encoded_bytes(name, 1, self._width, self._item_bytes) / self._link(servers).bytes_per_s
+        return encoded_bytes(name, 1, self._width, self._item_bytes) / self._link(one, other).bytes_per_s
 
     def _choose(self, one: ServerRecord | None, other: ServerRecord | None) -> str:
-        servers = [server for server in (one, other) if server is not None]
         if self._compression != "auto":
-            return forced(self._compression, known_to(*servers))
+            return forced(self._compression, known_to(*(server for server in (one, other) if server is not None)))
         if not self._width:
             return "raw"
-        return codec_for(self._link(servers), self._width, self._item_bytes, within(self.errors, self._bound))
+        return codec_for(self._link(one, other), self._width, self._item_bytes, within(self.errors, self._bound))
 
-    def _link(self, servers: list[ServerRecord]) -> Link:
-        if len(servers) == 1:
-            slowest = min(self._bytes_per_s.values(), default=inf)  # usually the slowest line is the client's own
-            return client_link(servers[0], self._bytes_per_s.get(servers[0].peer_id, slowest))
-        one, other = servers
-        return server_link(one, other, self._width)
+    def _link(self, one: ServerRecord | None, other: ServerRecord | None) -> Link:
+        if one is not None and other is not None:
+            return server_link(one, other, self._width)
+        server = one or other
+        assert server is not None, "the client has no link to itself"
+        slowest = min(self._bytes_per_s.values(), default=inf)  # usually the slowest line is the client's own
+        return client_link(server, self._bytes_per_s.get(server.peer_id, slowest))
 
     # ------------------------------------------------------------ measuring
-
-    def _is_due(self, server: ServerRecord) -> bool:
-        return not is_on_this_machine(server) and now_s() >= self._due_s.get(server.peer_id, -inf)
 
     async def _measure_rate(self, server: ServerRecord) -> None:
         self._due_s[server.peer_id] = now_s() + _RETRY_AFTER_S
@@ -216,8 +211,7 @@ class Links:
             return False
         if Span(route[0].span.start, route[-1].span.end) != self._all_blocks:
             return False
-        servers = [None, *(hop.server for hop in route), None]
-        links = [self._link([s for s in pair if s is not None]) for pair in pairwise(servers)]
+        links = [self._link(*pair) for pair in _ways(route)]
         useful = {codec_for(link, self._width, self._item_bytes, LADDER) for link in links}
         return not useful.isdisjoint(to_measure(self.errors))
 
@@ -263,6 +257,11 @@ class Links:
             output, _ = await server.forward(hop.span, hidden, context, unwatched, codec=codec)
             hidden = output.recoded(codec)
         return self.finish(hidden.decode(sample.shape, sample.dtype).float())
+
+
+def _ways(hops: Sequence[Hop]) -> Iterable[tuple[ServerRecord | None, ServerRecord | None]]:
+    """Return the two ends of each link of a chain: client to first server, between servers, and back."""
+    return pairwise([None, *(hop.server for hop in hops), None])
 
 
 def _sample_of(inputs: BlockInput) -> torch.Tensor:

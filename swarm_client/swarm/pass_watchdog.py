@@ -100,9 +100,11 @@ class PassWatchdog:
         task = asyncio.ensure_future(job)
         try:
             while not task.done():
-                left_s = self._last_s(work) + self.allowed_s(work, alarms) - now_s()
+                allowed_s = self.allowed_s(work, alarms)
+                left_s = self._last_s(work) + allowed_s - now_s()
                 if left_s <= 0.0 and can_replace():
-                    raise self._stalled(work, alarms)
+                    reason = f"server {hop.server.short_id} did not finish a pass within {allowed_s:.3g} s"
+                    raise Stalled(reason, hop.server.peer_id, hop.span)
                 await asyncio.wait([task], timeout=min(left_s, _POLL_S) if left_s > 0.0 else _POLL_S)
             result = task.result()
             self._answered(work)
@@ -110,11 +112,6 @@ class PassWatchdog:
         finally:
             task.cancel()
             self._under_way.discard(work)
-
-    def _stalled(self, work: PassUnderWay, alarms: int) -> Stalled:
-        server, allowed_s = work.hop.server, self.allowed_s(work, alarms)
-        reason = f"server {server.short_id} did not finish a pass within {allowed_s:.3g} s"
-        return Stalled(reason, server.peer_id, work.hop.span)
 
     def _last_s(self, work: PassUnderWay) -> float:
         """Return the time since which the server has had only this pass to do, as far as is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -86,18 +86,17 @@ class _Backoff:
 
 
 class PeerTrust:
-    """A client's trust in servers: which of them it has seen work, and since when it knows them."""
+    """A client's trust in servers: which of them it has seen work, and since when it knows them.
+
+    Attributes:
+        worked: the peer ids of servers that have given answers since they last failed.
+    """
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}  # the time at which the client first saw each server
-        self._worked: set[str] = set()
+        self.worked: set[str] = set()
         self._is_first = True
         self._distrustful_until_s = -inf
-
-    @property
-    def worked(self) -> Set[str]:
-        """Return the peer ids of servers that have given answers since they last failed."""
-        return self._worked
 
     def see(self, servers: Iterable[ServerRecord], now_s: float) -> None:
         """Note the servers that exist now. Servers of the first view were there before this client."""
@@ -105,20 +104,12 @@ class PeerTrust:
         there = {server.peer_id: self._since_s.get(server.peer_id, start_s) for server in servers}
         self._is_first = self._is_first and not there
         # A proven server that is gone for a moment keeps its time. Other identities are forgotten, to bound the memory.
-        gone = {p: s for p, s in self._since_s.items() if p not in there and p in self._worked}
+        gone = {p: s for p, s in self._since_s.items() if p not in there and p in self.worked}
         self._since_s = there | gone
 
     def look_elsewhere(self) -> None:
         """Expect servers in the next view that are new to this client only because it looks at other blocks."""
         self._is_first = True
-
-    def add(self, peer_id: str) -> None:
-        """Trust the server: it has computed what was asked."""
-        self._worked.add(peer_id)
-
-    def remove(self, peer_id: str) -> None:
-        """Stop trusting the server: it has failed."""
-        self._worked.discard(peer_id)
 
     def distrust_newcomers(self, now_s: float) -> None:
         """Ignore for a while how long servers have been there: treat all unproven servers as newcomers."""
@@ -127,7 +118,7 @@ class PeerTrust:
     def newcomers(self, now_s: float) -> set[str]:
         """Return the servers that came recently and have not been seen to work."""
         since_s = -inf if now_s < self._distrustful_until_s else now_s - NEWCOMER_S
-        return {p for p, came_s in self._since_s.items() if p not in self._worked and came_s >= since_s}
+        return {p for p, came_s in self._since_s.items() if p not in self.worked and came_s >= since_s}
 
 
 class PeerBackoff:

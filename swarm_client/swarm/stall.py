@@ -5,22 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarm_client.core.background import now_s
+from swarm_client.core.events import Recovery
 from swarm_protocol.errors import PeerBusy, RecoveryFailed, SwarmError
 from swarm_protocol.span import Span
 
 _NOTHING_LOST = ". Nothing is lost: the session goes on from where it stood when it is used again"
-
-
-@dataclass(frozen=True)
-class HopReplacement:
-    """One replacement of hops by others; the fields are those of ``swarm_client.core.events.Recovery``."""
-
-    span: Span
-    failed: tuple[str, ...]
-    reason: str
-    replacements: tuple[str, ...]
-    replayed_tokens: int
-    from_copy: bool
 
 
 @dataclass
@@ -32,6 +21,7 @@ class Stall:
         peer_id: the server that failed first.
         tried: the events since then, one sentence each.
         full: the servers without room, by peer id.
+        repairs: the replacements of hops since then; the first one to be reported gets the duration of the stall.
         waits: the user was informed that no server can take over now.
     """
 
@@ -41,7 +31,7 @@ class Stall:
     peer_id: str = ""
     tried: list[str] = field(default_factory=list)
     full: dict[str, PeerBusy] = field(default_factory=dict)
-    repairs: list[HopReplacement] = field(default_factory=list)
+    repairs: list[Recovery] = field(default_factory=list)
     waits: bool = False
 
     @property

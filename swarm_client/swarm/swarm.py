@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from swarm_client.core.background import now_s
@@ -306,7 +307,8 @@ class Swarm:
                 raise NoRoute(f"{error}; waited {timeout_s:g} s", error.missing)
             if not waits:
                 waits, max_age_s = True, 0.0
-                (on_wait or _say_that_it_waits)(str(error), deadline - now_s())
+                say = on_wait or partial(_logger.warning, "%s; waiting for up to %.3g s")
+                say(str(error), deadline - now_s())
             await asyncio.sleep(_POLL_S)
 
     async def _choose(
@@ -346,8 +348,7 @@ class Swarm:
 
     def _unmeasured(self, chains: Iterable[Route]) -> list[ServerRecord]:
         """Return the servers of these chains whose round trip is unknown."""
-        known = self._rtts.known
-        return [hop.server for chain in chains for hop in chain if hop.server.peer_id not in known]
+        return [hop.server for chain in chains for hop in chain if hop.server.peer_id not in self._rtts.known]
 
     def replica(self, span: Span, need_tokens: int, avoid: Collection[str], like: ServerRecord) -> ServerRecord | None:
         """Return another server that could hold a copy of a session over ``span``; None if none is known."""
@@ -379,15 +380,9 @@ class Swarm:
         """Ping the server and return its own current record. If it fails or refuses, leave it out and return None."""
         if await self._rtts.measure_again(record) is None:
             return None
-        try:
-            answer = await (await self.server(record)).describe()
-        except PeerError as error:
-            self._leave_out(error)
-            return None
-        except AccessDenied as error:
-            self._denials[record.peer_id] = error
-            return None
-        self.served(record.peer_id)
+        answer = await self._answer(record, lambda server: server.describe())
+        if answer is not None:
+            self.served(record.peer_id)
         return answer
 
     def denial(self, peer_id: str) -> str:
@@ -406,8 +401,12 @@ class Swarm:
 
     async def _ping(self, record: ServerRecord) -> float | None:
         """Return one round trip in seconds. If the server does not answer, leave it out and return None."""
+        return await self._answer(record, lambda server: server.ping())
+
+    async def _answer(self, record: ServerRecord, ask: Callable[[ServerConnection], Awaitable[T]]) -> T | None:
+        """Return the server's answer. If it fails or refuses, leave it out and return None."""
         try:
-            return await (await self.server(record)).ping()
+            return await ask(await self.server(record))
         except PeerError as error:
             _logger.info("%s", error)
             self._leave_out(error)
@@ -428,7 +427,7 @@ class Swarm:
         if isinstance(error, PeerUnavailable):
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
-        self._trust.remove(error.peer_id)
+        self._trust.worked.discard(error.peer_id)
         self.prompts.forget(error.peer_id)
         self.progress.forget(error.peer_id)
         self._rtts.forget(error.peer_id)
@@ -464,8 +463,7 @@ class Swarm:
 
     def worked(self, peer_ids: Iterable[str]) -> None:
         """Note that the servers have computed all that this client asked for in one call."""
-        for peer_id in peer_ids:
-            self._trust.add(peer_id)
+        self._trust.worked.update(peer_ids)
 
     def has_worked(self, peer_id: str) -> bool:
         """Return whether the server has computed something for this client since it last failed."""
@@ -531,7 +529,3 @@ def _choose_kind(choose: Choose, servers: SwarmView, like: ServerRecord | None, 
 def _alike(view: SwarmView, like: ServerRecord) -> SwarmView:
     """Return the servers that round numbers as ``like`` does."""
     return SwarmView(tuple(server for server in view.servers if server.kind == like.kind))
-
-
-def _say_that_it_waits(reason: str, timeout_s: float) -> None:
-    _logger.warning("%s; waiting for up to %.3g s", reason, timeout_s)

@@ -7,9 +7,10 @@ from typing import Any
 
 import grpc
 
+from swarm_client.transport.grpc_calls import bad_reply
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, RequestRejected
+from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import Assembler
@@ -27,13 +28,13 @@ async def read_tensors(
         tensor = await _read_tensor(replies, like, server, span)
         if tensor is None:
             call.cancel()
-            raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+            raise bad_reply(server, span, "sent a broken answer")
         tensors.append(tensor)
         if tensors[0][1].summed:
             break
     async for _ in replies:
         call.cancel()
-        raise BadReply(f"server {server.short_id} sent a broken answer", server.peer_id, span)
+        raise bad_reply(server, span, "sent a broken answer")
     return tensors
 
 
@@ -61,11 +62,8 @@ def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, sp
     try:
         Assembler(received)
     except RequestRejected as error:
-        raise BadReply(f"server {server.short_id} sent a broken answer: {error}", server.peer_id, span) from None
+        raise bad_reply(server, span, f"sent a broken answer: {error}") from None
     if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
-        raise BadReply(
-            f"server {server.short_id} answered {list(received.shape)} of {pb.DType.Name(received.dtype)}: "
-            f"expected {list(sent.shape)} of {pb.DType.Name(sent.dtype)}",
-            server.peer_id,
-            span,
-        )
+        found = f"{list(received.shape)} of {pb.DType.Name(received.dtype)}"
+        expected = f"{list(sent.shape)} of {pb.DType.Name(sent.dtype)}"
+        raise bad_reply(server, span, f"answered {found}: expected {expected}")

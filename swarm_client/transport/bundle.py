@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from swarm_client.transport.grpc_calls import GrpcStream
 from swarm_protocol.errors import SwarmError
@@ -14,17 +14,8 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.session_keys import new_session_key
 
-
-class Bundled(Protocol):
-    """A hop's session that has joined a bundle."""
-
-    session_key: bytes
-
-    def bundled_reply(self, reply: pb.SessionReply) -> None:
-        """Take the server's answer."""
-
-    def bundle_lost(self, error: SwarmError) -> None:
-        """Handle the loss of the stream, and perhaps of an answer."""
+if TYPE_CHECKING:
+    from swarm_client.transport.hops import HopSession
 
 
 class StepBundle:
@@ -39,7 +30,7 @@ class StepBundle:
         self.key = new_session_key()
         self.ended = False
         self._stream = stream
-        self._members: dict[bytes, Bundled] = {}
+        self._members: dict[bytes, HopSession] = {}
         self._outbox = Outbox[pb.KeyedStep](lambda steps: stream.write(pb.StepBundle(steps=steps)))
         self._on_end = on_end
         self._running: asyncio.Task[None] | None = None
@@ -60,13 +51,13 @@ class StepBundle:
     def _begin(self) -> None:
         self._running = asyncio.ensure_future(self._run())
 
-    def join(self, member: Bundled) -> None:
+    def join(self, member: HopSession) -> None:
         self._members[member.session_key] = member
 
-    def leave(self, member: Bundled) -> None:
+    def leave(self, member: HopSession) -> None:
         self._members.pop(member.session_key, None)
 
-    def post(self, member: Bundled, step: pb.Step) -> None:
+    def post(self, member: HopSession, step: pb.Step) -> None:
         """Send a step, together with those that other members post before the event loop goes on."""
         self._outbox.put(pb.KeyedStep(session_key=member.session_key, step=step))
 

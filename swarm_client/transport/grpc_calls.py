@@ -26,13 +26,14 @@ Reply = TypeVar("Reply")
 _ENDED = grpc.RpcError, asyncio.InvalidStateError, grpc.aio.InternalError
 
 
-def no_answer(server: ServerRecord, span: Span, timeout_s: float) -> PeerUnavailable:
-    return PeerUnavailable(f"server {server.short_id} did not answer within {timeout_s:g} s", server.peer_id, span)
+def bad_reply(server: ServerRecord, span: Span | None, what: str) -> BadReply:
+    """Return the error that the server has done ``what`` it must not do."""
+    return BadReply(f"server {server.short_id} {what}", server.peer_id, span)
 
 
 def unreadable(server: ServerRecord, span: Span | None = None) -> BadReply:
     """Return the error for a None from gRPC, which stands for bytes that are no message."""
-    return BadReply(f"server {server.short_id} answered bytes that are no message", server.peer_id, span)
+    return bad_reply(server, span, "answered bytes that are no message")
 
 
 def error_of(code: grpc.StatusCode, details: str, server: ServerRecord, span: Span | None) -> SwarmError:

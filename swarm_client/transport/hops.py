@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.bundle import StepBundle
-from swarm_client.transport.grpc_calls import GrpcStream, no_answer
+from swarm_client.transport.grpc_calls import GrpcStream, bad_reply
 from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, RequestRejected, SwarmError
+from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.bundling import may_be_bundled
@@ -182,10 +182,12 @@ class HopSession:
         server, span = self.hop.server, self.hop.span
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._opened(request)
+                await self._stream.write(pb.SessionRequest(open=request))
+                reply = await self._stream.read()
         except TimeoutError:
             self._stream.cancel()
-            raise no_answer(server, span, timeout_s) from None
+            reason = f"server {server.short_id} did not answer within {timeout_s:g} s"
+            raise PeerUnavailable(reason, server.peer_id, span) from None
         except asyncio.CancelledError:
             self._stream.cancel()
             raise
@@ -241,10 +243,6 @@ class HopSession:
         if self.refused == step:
             self.refused = None
 
-    async def _opened(self, request: pb.Open) -> pb.SessionReply:
-        await self._stream.write(pb.SessionRequest(open=request))
-        return await self._stream.read()
-
     def post(self, step: pb.Step, parts: Sequence[bytes], is_alone: bool = False) -> None:
         """Send a step in the background, after the steps posted before; put errors into the inbox as trouble.
 
@@ -276,8 +274,9 @@ class HopSession:
             return
         self._end()
         try:
-            async with asyncio.timeout(self._timeouts.close_s):
-                await self._say_goodbye()
+            async with asyncio.timeout(self._timeouts.close_s), self._writing:
+                await self._stream.write(pb.SessionRequest(close=pb.Close()))
+                await self._stream.done_writing()
         except (TimeoutError, SwarmError, asyncio.CancelledError):
             self._stream.cancel()
 
@@ -294,7 +293,7 @@ class HopSession:
             self._bundle.leave(self)
 
     def bundled_reply(self, reply: pb.SessionReply) -> None:
-        """Handle an answer from the bundle: see ``Bundled``."""
+        """Handle an answer from the bundle."""
         hidden = WireTensor(reply.output.hidden) if reply.output.HasField("hidden") else None
         try:
             if reply.WhichOneof("kind") not in ("output", "failure") or not may_be_bundled(reply):
@@ -312,7 +311,7 @@ class HopSession:
             self._lost(error)
 
     def bundle_lost(self, error: SwarmError) -> None:
-        """Handle the loss of the bundle: see ``Bundled``."""
+        """Handle the loss of the bundle, and perhaps of an answer."""
         self._bundle = None
         self._lost(error)
 
@@ -341,11 +340,6 @@ class HopSession:
     def as_next(self, codec: pb.Codec | None = None) -> pb.NextHop:
         """Return where other servers reach this session. ``codec``: of what they send; None: as opened."""
         return next_hop(self.hop.server, self.session_key, codec)
-
-    async def _say_goodbye(self) -> None:
-        async with self._writing:
-            await self._stream.write(pb.SessionRequest(close=pb.Close()))
-            await self._stream.done_writing()
 
     async def _post_all(self) -> None:
         try:
@@ -405,11 +399,7 @@ class HopSession:
         try:
             Assembler(header)
         except RequestRejected as error:
-            raise BadReply(
-                f"server {self.hop.server.short_id} sent a broken answer: {error}",
-                self.hop.server.peer_id,
-                self.hop.span,
-            ) from None
+            raise bad_reply(self.hop.server, self.hop.span, f"sent a broken answer: {error}") from None
 
     async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
         self._check(header)
@@ -423,8 +413,7 @@ class HopSession:
         return WireTensor(header, tuple(parts))
 
     def _out_of_turn(self) -> BadReply:
-        server = self.hop.server
-        return BadReply(f"server {server.short_id} answered out of turn", server.peer_id, self.hop.span)
+        return bad_reply(self.hop.server, self.hop.span, "answered out of turn")
 
 
 def next_hop(server: ServerRecord, session_key: bytes, codec: pb.Codec | None = None) -> pb.NextHop:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from swarm_client.adapters.snapshots import AdapterPart
 from swarm_client.transport.answers import read_tensors
-from swarm_client.transport.grpc_calls import CallCounter, translated
+from swarm_client.transport.grpc_calls import CallCounter, bad_reply, translated
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
@@ -53,7 +52,7 @@ class PassCalls:
             await call.done_writing()
             (input_grad, reply), *grads = await read_tensors(call, expected, self._record, span)
         if reply.summed and not first.HasField("summand"):
-            raise self._broken(span)
+            raise bad_reply(self._record, span, "sent a broken answer")
         return input_grad, None if reply.summed else [grad for grad, _ in grads]
 
     async def take_sum(self, span: Span, request: pb.TakeSum, expected: Sequence[pb.Tensor]) -> list[WireTensor]:
@@ -63,11 +62,8 @@ class PassCalls:
             await call.done_writing()
             tensors = [tensor for tensor, _ in await read_tensors(call, expected, self._record, span)]
         if len(tensors) < len(expected):
-            raise self._broken(span)
+            raise bad_reply(self._record, span, "sent a broken answer")
         return tensors
-
-    def _broken(self, span: Span) -> BadReply:
-        return BadReply(f"server {self._record.short_id} sent a broken answer", self._record.peer_id, span)
 
 
 def expected_grads(adapter: AdapterPart | None) -> list[pb.Tensor]:

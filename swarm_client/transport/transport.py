@@ -16,7 +16,7 @@ from swarm_client.core.background import exact_s, now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop
 from swarm_client.transport.bundle import StepBundle
-from swarm_client.transport.grpc_calls import CallCounter, GrpcStream, translated, unreadable
+from swarm_client.transport.grpc_calls import CallCounter, GrpcStream, bad_reply, translated, unreadable
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_client.transport.pass_calls import PassCalls, expected_grads
 from swarm_client.transport.wire_tensor import Context, WireTensor
@@ -175,9 +175,7 @@ class ServerConnection:
             if record.peer_id != self.record.peer_id:
                 raise ValueError(f"it says that it is {record.short_id}")
         except ValueError as error:
-            raise BadReply(
-                f"server {self.record.short_id} described itself wrongly: {error}", self.record.peer_id
-            ) from None
+            raise bad_reply(self.record, None, f"described itself wrongly: {error}") from None
         return record
 
     async def open(
@@ -229,29 +227,27 @@ class ServerConnection:
 
     async def progress(self, request: pb.ProgressRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
         """Return the progress of one of the server's sessions; raise SessionLost if the server does not know it."""
-        async with translated(self.record, span):
-            progress: pb.SessionProgress | None = await self._stub.Progress(request, timeout=timeout_s)
-        return self._readable(progress, span)
+        return await self._progress(self._stub.Progress(request, timeout=timeout_s), span)
 
     async def reroute(self, requests: Sequence[pb.RerouteRequest], span: Span, timeout_s: float) -> pb.SessionProgress:
-        call = self._stub.Reroute(iter(requests), timeout=timeout_s)
-        async with translated(self.record, span, call):
-            progress: pb.SessionProgress | None = await call
-        return self._readable(progress, span)
+        return await self._progress(self._stub.Reroute(iter(requests), timeout=timeout_s), span, is_written=True)
 
     async def copy(self, request: pb.CopyRequest, span: Span, timeout_s: float) -> pb.SessionProgress:
-        async with translated(self.record, span):
-            progress: pb.SessionProgress | None = await self._stub.Copy(request, timeout=timeout_s)
-        return self._readable(progress, span)
+        return await self._progress(self._stub.Copy(request, timeout=timeout_s), span)
 
-    def _readable(self, progress: pb.SessionProgress | None, span: Span) -> pb.SessionProgress:
+    async def _progress(self, call: Any, span: Span, *, is_written: bool = False) -> pb.SessionProgress:
+        async with translated(self.record, span, call if is_written else None):
+            progress: pb.SessionProgress | None = await call
         if progress is None:
             raise unreadable(self.record, span)
         return progress
 
     async def give_adapter(self, span: Span, adapter: AdapterPart | None) -> None:
         """Send the adapter before the first pass that needs it, unless the server has it."""
-        await self._uploader.give(adapter, span)
+
+        async def nothing(_name: pb.AdapterName | None) -> None: ...
+
+        await self._uploader.use(adapter, span, nothing)
 
     async def forward(
         self,
@@ -268,7 +264,9 @@ class ServerConnection:
         """
 
         async def work(name: pb.AdapterName | None) -> tuple[WireTensor, bool]:
-            return await watch(self._watched(self._forward(span, hidden, context, name, keep_key, codec), span))
+            message = self._forward_message(span, hidden, context, name, keep_key=keep_key, codec=codec)
+            output, reply = await watch(self._watched(self._passes.forward(span, message, hidden), span))
+            return output, reply.kept
 
         return await self._uploader.use(context.adapter.part(span), span, work)
 
@@ -292,8 +290,7 @@ class ServerConnection:
             if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
                 raise ValueError("it is about another output")
         except ValueError as error:
-            reason = f"server {self.record.short_id} has signed no true statement: {error}"
-            raise BadReply(reason, self.record.peer_id, span) from None
+            raise bad_reply(self.record, span, f"has signed no true statement: {error}") from None
         return output, signed
 
     async def accuse(self, evidence: pb.Evidence) -> bool:
@@ -372,20 +369,7 @@ class ServerConnection:
             await call.done_writing()
             reply = await call
         if reply is None or reply.key != adapter_key(data):
-            raise BadReply(f"server {self.record.short_id} understood another adapter", self.record.peer_id, span)
-
-    async def _forward(
-        self,
-        span: Span,
-        hidden: WireTensor,
-        context: Context,
-        adapter: pb.AdapterName | None,
-        keep_key: bytes,
-        codec: pb.Codec,
-    ) -> tuple[WireTensor, bool]:
-        message = self._forward_message(span, hidden, context, adapter, keep_key=keep_key, codec=codec)
-        output, reply = await self._passes.forward(span, message, hidden)
-        return output, reply.kept
+            raise bad_reply(self.record, span, "understood another adapter")
 
     def _forward_message(
         self, span: Span, hidden: WireTensor, context: Context, adapter: pb.AdapterName | None, **options: Any

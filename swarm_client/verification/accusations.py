@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -110,7 +110,9 @@ class AccusationClient:
     async def read(self) -> None:
         """Ban accused servers if further servers confirm the evidence; report doubted servers to ``on_doubt``."""
         published = [each for each in await self._swarm.accusations() if each[0] not in self._slanderers]
-        self._report_doubts({peer_id for _, said in published for peer_id in said.doubted})
+        for peer_id in {peer_id for _, said in published for peer_id in said.doubted}:
+            if self._swarm.record_of(peer_id) is not None:
+                self._on_doubt(peer_id)
         accusations = [(publisher, evidence) for publisher, said in published for evidence in said.evidence]
         self._chance.shuffle(accusations)
         num_left = _MAX_READ
@@ -128,11 +130,6 @@ class AccusationClient:
         evidence = await self._parsed(message, publisher)
         if evidence is None or await self._is_decided(evidence, publisher):
             self._tries[key] = _MOST_TRIES
-
-    def _report_doubts(self, peer_ids: set[str]) -> None:
-        for peer_id in peer_ids:
-            if self._swarm.record_of(peer_id) is not None:
-                self._on_doubt(peer_id)
 
     async def _parsed(self, message: pb.Evidence, publisher: str) -> Evidence | None:
         """Return the evidence; None if it is too old, or is none. Then its publisher is not believed any more."""
@@ -172,8 +169,9 @@ class AccusationClient:
             if _overlap(server.span, statement.span) == statement.span
             and server.peer_id not in (accused.peer_id, publisher)
         ]
+        servers.sort(key=lambda server: (kind_of(server) != kind_of(accused), self._chance.random()))
         contradictions = 0
-        for server in _alike_first(servers, accused, self._chance)[:_WITNESSES]:
+        for server in servers[:_WITNESSES]:
             output = await self._answer(Hop(server, statement.span), evidence.inputs)
             excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.traits.routed)
             if excess is not None and excess < 1:
@@ -207,7 +205,3 @@ class AccusationClient:
 def _overlap(one: Span, other: Span) -> Span | None:
     start, end = max(one.start, other.start), min(one.end, other.end)
     return Span(start, end) if start < end else None
-
-
-def _alike_first(servers: Sequence[ServerRecord], accused: ServerRecord, chance: random.Random) -> list[ServerRecord]:
-    return sorted(servers, key=lambda server: (kind_of(server) != kind_of(accused), chance.random()))

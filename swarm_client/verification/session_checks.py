@@ -94,7 +94,7 @@ class SessionChecks:
         self._is_rounded |= not {pb.RAW}.issuperset(codecs)
         batch_size = len(outputs)
         self._owe(batch_size, num_tokens, reordered)
-        if self._num_kept < MIN_POSITIONS:
+        if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:  # in every row
             return True
         owed = [row for row in self._owed if row < batch_size]
         is_owed = bool(owed) and self._steps_left <= 0
@@ -131,11 +131,6 @@ class SessionChecks:
         if verdict.passed:
             self._good_length = length
         return True
-
-    @property
-    def _num_kept(self) -> int:
-        """Return the number of positions of every row whose outputs are kept for checks."""
-        return sum(kept.shape[1] for kept in self._outputs)
 
     def _kept(self, row: int) -> torch.Tensor:
         """Return the row's kept outputs, [positions, hidden_size]."""

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from swarm_client.batching.request import FinishReason, Request, Servers, Token
-from swarm_client.batching.streaming import Scored, stream
+from swarm_client.batching.request import FinishReason, Request, Scored, Servers, Token
+from swarm_client.batching.streaming import stream
 from swarm_client.core.events import Event
 from swarm_client.generation.text_stream import StopStrings, TextStream
 from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader, ToolCall
@@ -177,7 +177,7 @@ class QueuedGenerations:
         """Yield the items of all choices as they come. Closing the iterator ends all generations.
 
         Raises:
-            ValueError: see ``Batcher.submit``.
+            ValueError: see ``GenerationLoop.submit``.
             SwarmError: see ``swarm_protocol.errors``.
         """
         queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 from swarm_client import RequestRejected
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import FinishReason, Request, Servers, Token
+from swarm_client.batching.request import FinishReason, Item, Request, Scored, Servers, Token
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.core.events import Event, Recovery
 from tests.swarm.harness import InProcessServers
@@ -42,20 +42,18 @@ class Heard:
     prompt: list[Token] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 
-    def token(self, token: Token) -> None:
-        self.tokens.append(token)
-        if len(self.tokens) == self.at:
-            self.then()
-
-    def scored(self, prompt: Sequence[Token]) -> None:
-        self.prompt = list(prompt)
-
-    def happened(self, what: Servers | Event) -> None:
-        self.happenings.append((len(self.tokens), what))
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        self.reason = reason
-        self._over.set()
+    def __call__(self, item: Item | BaseException) -> None:
+        if isinstance(item, Token):
+            self.tokens.append(item)
+            if len(self.tokens) == self.at:
+                self.then()
+        elif isinstance(item, Scored):
+            self.prompt = list(item.prompt)
+        elif isinstance(item, str | BaseException):
+            self.reason = item
+            self._over.set()
+        else:
+            self.happenings.append((len(self.tokens), item))
 
     @property
     def ids(self) -> list[int]:

@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_client import RequestRejected, SwarmError
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import Generation, Request, TokenListener
+from swarm_client.batching.request import Request, TokenListener
+from swarm_client.batching.row import BatchRow
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
 from tests.swarm.pair import random_ids, started
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -26,7 +27,7 @@ def submitted(monkeypatch) -> list[Request]:
     requests: list[Request] = []
     submit = GenerationLoop.submit
 
-    def spy(self: GenerationLoop, request: Request, listener: TokenListener) -> Generation:
+    def spy(self: GenerationLoop, request: Request, listener: TokenListener) -> BatchRow:
         generation = submit(self, request, listener)
         requests.append(request)
         return generation

@@ -12,7 +12,7 @@ from swarm_client import DistributedModel
 from swarm_client.drafts.distilled.draft import DistilledDraft
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.generation.generation import load_tokenizer
-from swarm_client.speculation.policy import Size
+from swarm_client.speculation.policy import DraftPlan
 from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
@@ -35,7 +35,7 @@ class Always(Speculation):
 
     def __init__(self, draft, rows: int) -> None:
         super().__init__(draft)
-        self._of_tests = Size(rows, 4)
+        self._of_tests = DraftPlan(rows, 4)
 
     def begin(self, prompt, ranking, size=None):
         return super().begin(prompt, ranking, self._of_tests)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import Generation
+from swarm_client.batching.row import BatchRow
 from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
@@ -32,7 +32,7 @@ def taken_over(monkeypatch) -> list[Any]:
     texts: list[Any] = []
     take_over = GenerationLoop.take_over
 
-    def spy(self: GenerationLoop, text: Any, *others: Any) -> Generation:
+    def spy(self: GenerationLoop, text: Any, *others: Any) -> BatchRow:
         texts.append(text)
         return take_over(self, text, *others)
 
@@ -89,7 +89,7 @@ def test_one_that_was_taken_over_gives_its_room_back_at_once(pair, monkeypatch):
     sessions: list[weakref.ref] = []
     take_over = GenerationLoop.take_over
 
-    def spy(self: GenerationLoop, text: Any, ends: Any, session: Any, *others: Any) -> Generation:
+    def spy(self: GenerationLoop, text: Any, ends: Any, session: Any, *others: Any) -> BatchRow:
         sessions.append(weakref.ref(session))
         return take_over(self, text, ends, session, *others)
 

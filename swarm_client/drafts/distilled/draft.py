@@ -62,7 +62,9 @@ class DistilledSession(SteppedSession):
 
     @torch.inference_mode()
     def start(self, num_rows: int) -> torch.Tensor:
-        self._forget_guesses()
+        if self._num_guessed:
+            self._cache.crop(-self._num_guessed)
+        self._num_guessed = self._depth = 0
         if self._new_ids:
             self._compute_confirmed()
         self._features = self._output.expand(num_rows, -1)
@@ -81,11 +83,6 @@ class DistilledSession(SteppedSession):
         self._depth += 1
         self._features = output
         return self._logits(output)
-
-    def _forget_guesses(self) -> None:
-        if self._num_guessed:
-            self._cache.crop(-self._num_guessed)
-        self._num_guessed = self._depth = 0
 
     def _compute_confirmed(self) -> None:
         """Compute the confirmed tokens; for a long prompt, only the end that fits the draft's context."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from swarm_client.batching.loop import GenerationLoop
-from swarm_client.batching.request import FinishReason, Request, Token
+from swarm_client.batching.request import FinishReason, Item, Request, Scored, Token
 from swarm_client.speculation.speculation import Speculation
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.wire.block_input import BlockInput
@@ -98,16 +98,15 @@ class Heard:
         self._reason: FinishReason | BaseException | None = None
         self._over = threading.Event()
 
-    def token(self, token: Token) -> None:
-        self.ids.append(token.id)
-
-    def scored(self, prompt: Sequence[Token]) -> None:
-        assert not self.ids
-        self.prompt = list(prompt)
-
-    def ended(self, reason: FinishReason | BaseException) -> None:
-        self._reason = reason
-        self._over.set()
+    def __call__(self, item: Item | BaseException) -> None:
+        if isinstance(item, Token):
+            self.ids.append(item.id)
+        elif isinstance(item, Scored):
+            assert not self.ids
+            self.prompt = list(item.prompt)
+        else:
+            self._reason = item
+            self._over.set()
 
     @property
     def reason(self) -> FinishReason | BaseException | None:

@@ -94,16 +94,16 @@ def test_the_tokens_of_one_pass_wake_the_readers_loop_once() -> None:
         before = loop.num_wakes
         for number in range(3):
             for listener in batcher.listeners:
-                listener.token(Token(number))
+                listener(Token(number))
         assert loop.num_wakes == before + 1
         for listener in batcher.listeners:
-            listener.ended("length")
+            listener("length")
         assert await asyncio.gather(*reading) == [[Token(0), Token(1), Token(2), "length"]] * len(reading)
-        batcher.listeners[0].token(Token(3))
+        batcher.listeners[0](Token(3))
         assert loop.num_wakes == before + 2
 
     with asyncio.Runner(loop_factory=CountingLoop) as runner:
         runner.run(run())
     for listener in batcher.listeners:  # the generation loop then knows that nobody listens
         with pytest.raises(RuntimeError, match="closed"):
-            listener.token(Token(4))
+            listener(Token(4))

@@ -11,8 +11,8 @@ import torch
 from swarm_client.adapters.snapshots import NOTHING
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter
-from swarm_client.sessions.lane import Lane, LaneSettings, joined
-from swarm_client.sessions.opening import SessionOptions
+from swarm_client.sessions.lane import Lane, joined
+from swarm_client.sessions.opening import LaneSettings, SessionOptions
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.errors import PeerBusy, RecoveryFailed
 from swarm_protocol.span import Span

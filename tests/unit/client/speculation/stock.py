@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from swarm_client.speculation.mixin import SpeculationMixin
+from swarm_client.speculation.generating import may_speculate, speculative_sample
 from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.family import cache_argument_of
 
@@ -56,15 +56,30 @@ class _Alone:
         return False
 
 
-class _Local(SpeculationMixin):
-    speculation = Speculation(None)
-    prompts = None
-    is_watched = False
-    _family = SimpleNamespace(cache_argument=cache_argument_of(LlamaForCausalLM.forward))
-    _shared_loop = _Alone()
+class _Local:
+    """The part of ``RemoteModelMixin`` that guesses, without its refusals."""
 
-    def _session_of(self, cache: Any) -> Any:
-        return LocalSession(cache)
+    speculation = Speculation(None)
+    _family = SimpleNamespace(cache_argument=cache_argument_of(LlamaForCausalLM.forward))
+
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **options: Any,
+    ) -> Any:
+        arguments = input_ids, logits_processor, stopping_criteria, generation_config
+        cache = options.get(self._family.cache_argument)
+        guesses = self.speculation.draft is not None and cache is not None
+        if guesses and may_speculate(input_ids, generation_config, synced_gpus, options):
+            output = speculative_sample(self, *arguments, streamer, LocalSession(cache), _Alone(), options)
+            if output is not None:
+                return output
+        return super()._sample(*arguments, synced_gpus, streamer, **options)
 
 
 def local(kind: type[PreTrainedModel], config: Any) -> Any:

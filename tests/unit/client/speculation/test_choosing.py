@@ -11,7 +11,8 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from swarm_client.speculation.choosing import SampledRanking, verify
-from swarm_client.speculation.draft import DraftPlan, SteppedSession
+from swarm_client.speculation.draft import SteppedSession
+from swarm_client.speculation.policy import DraftPlan
 from tests.marks import SLOW
 
 VOCAB, DEPTH, COUNT = 8, 3, 3000

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, Policy, Size, expected_tokens
+from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, DraftPlan, Policy, expected_tokens
 
 
 def measured(
     acceptance: float, pass_s: float, position_s: float, guess_s: float = 0.0, passes: int = 60, **options
-) -> tuple[Policy, Size]:
+) -> tuple[Policy, DraftPlan]:
     """A policy after so many passes that took what a line of these costs says."""
     policy = Policy(0.5, **options)
     owed = 0.0

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from swarm_client.speculation import speculation
-from swarm_client.speculation.choosing import GreedyRanking, Verified
-from swarm_client.speculation.draft import Draft, DraftPlan, DraftSession, Guesses, Ranking
+from swarm_client.speculation.choosing import Verified, rank_greedily
+from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
+from swarm_client.speculation.policy import DraftPlan
 from swarm_client.speculation.speculation import Guessing, Speculation
 
 PROMPT_S, GUESS_S, PASS_S = 2.0, 0.004, 0.15
@@ -69,7 +70,7 @@ def lengths(guessing: Guessing, clock: Clock, num_passes: int) -> list[int]:
 
 
 def test_to_read_the_prompt_is_not_what_a_guess_takes(clock: Clock) -> None:
-    guessing = Speculation(Reading(clock)).begin([1] * 1000, GreedyRanking())
+    guessing = Speculation(Reading(clock)).begin([1] * 1000, rank_greedily)
     assert guessing is not None
     guessing.begin(1, None)
     assert all(lengths(guessing, clock, 20)[2:])  # plain passes come first
@@ -77,7 +78,7 @@ def test_to_read_the_prompt_is_not_what_a_guess_takes(clock: Clock) -> None:
 
 def test_nor_is_what_was_written_meanwhile(clock: Clock) -> None:
     """While there were other generations."""
-    guessing = Speculation(Reading(clock)).begin([1] * 10, GreedyRanking())
+    guessing = Speculation(Reading(clock)).begin([1] * 10, rank_greedily)
     assert guessing is not None
     guessing.begin(1, None)
     lengths(guessing, clock, 3)

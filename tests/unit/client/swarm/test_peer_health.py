@@ -154,17 +154,17 @@ def test_who_comes_while_a_client_is_there_is_new_until_it_works_or_has_been_the
     assert trust.newcomers(100.0) == set()
     trust.see(servers("a", "b", "c", "d"), 110.0)
     assert trust.newcomers(110.0) == {"c", "d"}
-    trust.add("c")
+    trust.worked.add("c")
     assert trust.newcomers(110.0) == {"d"} and trust.worked == {"c"}
     assert trust.newcomers(111.0 + NEWCOMER_S) == set()
-    trust.remove("c")
+    trust.worked.discard("c")
     assert trust.newcomers(120.0) == {"c", "d"}
 
 
 def test_who_comes_again_under_the_same_identity_begins_anew_unless_it_has_worked() -> None:
     trust = PeerTrust()
     trust.see(servers("a", "b"), 100.0)
-    trust.add("a")
+    trust.worked.add("a")
     trust.see([], 110.0)
     trust.see(servers("a", "b"), 120.0)
     assert trust.newcomers(120.0) == {"b"}
@@ -173,7 +173,7 @@ def test_who_comes_again_under_the_same_identity_begins_anew_unless_it_has_worke
 def test_after_a_stall_everybody_is_new_who_was_not_seen_to_work() -> None:
     trust = PeerTrust()
     trust.see(servers("a", "b", "c"), 100.0)
-    trust.add("a")
+    trust.worked.add("a")
     trust.distrust_newcomers(200.0)
     assert trust.newcomers(201.0) == {"b", "c"}
     assert trust.newcomers(201.0 + NEWCOMER_S) == set()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import grpc
 import pytest
 
-from swarm_client.transport.grpc_calls import GrpcStream, error_of, no_answer, translated
+from swarm_client.transport.grpc_calls import GrpcStream, error_of, translated
 from swarm_protocol.errors import (
     AccessDenied,
     CacheMiss,
@@ -151,12 +151,6 @@ async def test_who_is_cancelled_is() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
             await call()
-
-
-def test_no_answer_in_time() -> None:
-    error = no_answer(SERVER, SPAN, 2.5)
-    assert type(error) is PeerUnavailable and str(error) == f"{NAME} did not answer within 2.5 s"
-    assert_of_the_server(error)
 
 
 # ---------------------------------------------------------------- streams

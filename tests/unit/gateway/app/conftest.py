@@ -17,7 +17,7 @@ import torch
 import uvicorn
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
 
-from swarm_client.batching.request import Request, Servers, Token, TokenListener
+from swarm_client.batching.request import Request, Scored, Servers, Token, TokenListener
 from swarm_client.batching.sampler import Choice, choose
 from swarm_client.core.events import Event
 from swarm_gateway.answers.capabilities import capabilities_of
@@ -83,15 +83,15 @@ class ScriptedBatcher:
         most = request.config.max_new_tokens
         if request.scores_prompt:
             first, *others = request.prompt
-            listener.scored([Token(first), *(said(token, request.num_logprobs) for token in others)])
+            listener(Scored((Token(first), *(said(token, request.num_logprobs) for token in others))))
         for number, token in enumerate(self.says[:most]):
             if request.with_servers and number in self.happens:
-                listener.happened(self.happens[number])
-            listener.token(said(token, request.num_logprobs))
+                listener(self.happens[number])
+            listener(said(token, request.num_logprobs))
         if len(self.says) >= most:
-            listener.ended("length")
+            listener("length")
         elif self.ends is not None:
-            listener.ended(self.ends)
+            listener(self.ends)
 
 
 @dataclass
@@ -115,12 +115,12 @@ class RandomBatcher:
                 return
             (token,) = choose([choice], 3 * torch.randn(1, self.vocab_size, generator=random))
             if isinstance(token, Exception):
-                return listener.ended(token)
+                return listener(token)
             choice.token_ids.append(token.id)
-            listener.token(token)
+            listener(token)
             if token.id in self.ends:
-                return listener.ended("stop")
-        listener.ended("length")
+                return listener("stop")
+        listener("length")
 
 
 def said(token: int, num_logprobs: int | None) -> Token:
