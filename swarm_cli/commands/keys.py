@@ -19,7 +19,6 @@ from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.invocation import add_common_flags
 
 if TYPE_CHECKING:
-    from swarm_cli.keys.grants import GrantEntry
     from swarm_protocol.access.organiser import OrganiserKey
 
 _DAY_S = 24 * 3600.0
@@ -119,7 +118,9 @@ def _revoke(args: argparse.Namespace) -> Command:
         revoked = GrantsFile(_key_path(args)).revoke(args.grants)
         for entry in revoked:
             print(f"revoked {entry.name} ({entry.role}, {entry.id})")
-        _publish_to_swarm(key, config, revoked)
+        from swarm_cli.keys.publishing import publish  # what is revoked is noted, even if libp2p is missing
+
+        publish(config, key, revoked)
 
     return run
 
@@ -130,9 +131,11 @@ def _publish(args: argparse.Namespace) -> Command:
     key, config = _key(args), ClientConfig(**_SWARM.values(args))
 
     def run() -> None:
+        from swarm_cli.keys.publishing import publish
+
         revoked = GrantsFile(_key_path(args)).revoked()
         if revoked:
-            _publish_to_swarm(key, config, revoked)
+            publish(config, key, revoked)
         print(f"published {len(revoked)} revocation{'' if len(revoked) == 1 else 's'}")
 
     return run
@@ -166,21 +169,6 @@ def _identity(args: argparse.Namespace) -> Command:
         print((Identity.load(path) if path.exists() else Identity.load_or_create(path)).peer_id)
 
     return run
-
-
-def _publish_to_swarm(key: OrganiserKey, config: ClientConfig, revoked: list[GrantEntry]) -> None:
-    """Publish the revocations. Raise NoSwarm if the swarm does not take them; the file keeps them anyway."""
-    from swarm_cli.keys.publishing import publish
-    from swarm_client.core import background
-    from swarm_protocol.errors import NoSwarm
-
-    try:
-        background.run(publish(config, key, revoked))
-    except NoSwarm as error:
-        raise NoSwarm(
-            f"the swarm has not received the revocation, so it still lets them in: {error}. Once it runs: "
-            "`swarm keys publish`"
-        ) from None
 
 
 def _key(args: argparse.Namespace) -> OrganiserKey:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm_cli.keys.grants import GrantEntry
+from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_client.swarm.caller import join_swarm
 from swarm_protocol.access.access_control import AccessControl
@@ -13,12 +14,22 @@ from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Identity
 
 
-async def publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntry]) -> None:
+def publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntry]) -> None:
     """Publish revocations, which servers then keep until the grants would expire.
 
     Raises:
-        NoSwarm: no server has taken one of the revocations.
+        NoSwarm: no server has taken one of the revocations; the file of grants keeps them anyway.
     """
+    try:
+        background.run(_publish(config, key, revoked))
+    except NoSwarm as error:
+        raise NoSwarm(
+            f"the swarm has not received the revocation, so it still lets them in: {error}. Once it runs: "
+            "`swarm keys publish`"
+        ) from None
+
+
+async def _publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntry]) -> None:
     dht = await join_swarm(config, Identity.generate(), AccessControl(key.public))
     try:
         assert dht.revocations is not None

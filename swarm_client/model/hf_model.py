@@ -35,6 +35,7 @@ from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlock
 from swarm_client.speculation.generating import may_speculate, speculative_sample
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family
 from swarm_models.checkpoints.hollow_model import copy_names, hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
@@ -65,8 +66,15 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         with hf_loader():
             remote.fill(HollowBlocks(self, self._family, config, remote.modules_in_place))
 
-    def connect(self, swarm: Swarm, max_positions: int | None) -> None:
-        """Connect the model's blocks to the swarm."""
+    def adopt(self, checkpoint: ModelCheckpoint) -> None:
+        """Take over the checkpoint's generation config, and its place, by which a saved adapter names its model."""
+        if checkpoint.generation_config is not None:
+            self.generation_config = checkpoint.generation_config
+        self.name_or_path = str(checkpoint.location)
+
+    def connect(self, swarm: Swarm, max_positions: int | None, speculation: Speculation) -> None:
+        """Connect the model's blocks to the swarm, and guess tokens by this speculation."""
+        self.speculation = speculation
         remote = self._remote_blocks[0]
         swarm.links.finish_with(final_norm(self._owners[0]))
         span = RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added)

@@ -101,8 +101,8 @@ class _Distributed:
                 model = load_client(checkpoint, cls._auto_class, dtype, device, others)
                 if config.head_quant == "int8":
                     quantize_head_(model)
-                model.connect(connection, max_positions(checkpoint.config))
-                model.speculation = open_speculation(config.draft, model, checkpoint)
+                speculation = open_speculation(config.draft, model, checkpoint)
+                model.connect(connection, max_positions(checkpoint.config), speculation)
                 if tuning_mode is not None:
                     model.add_prompts(tuning_mode, num_prompt_tokens)
         return model
@@ -207,9 +207,7 @@ def load_client(
     model.fill_blocks(config)
     _set_configs(model, family.base_class, whole, config)
     config.update({"_attn_implementation_internal": ATTENTION})
-    if checkpoint.generation_config is not None:
-        model.generation_config = checkpoint.generation_config
-    model.name_or_path = str(checkpoint.location)  # a saved adapter names the model that it was made for
+    model.adopt(checkpoint)
     return model.eval().to(device)
 
 

@@ -39,12 +39,6 @@ class AnswerPiece:
         return AnswerPiece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
-def _with_types(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tool as the parser needs it to know the types of arguments: it follows no references."""
-    function = tool["function"]
-    return {"name": function["name"], "parameters": {"properties": properties_of(function.get("parameters") or {})}}
-
-
 class AnswerReader:
     """A reader of one answer. A call of an unknown tool stays text, as does a call that is invalid.
 
@@ -71,10 +65,13 @@ class AnswerReader:
         self.several = several
         repeated = {name: {**_PLAIN, **region, "repeats": True, "optional": True} for name, region in regions.items()}
         template = {"start_anchor": _ANCHOR, "fields": {**repeated, _TEXT: _PLAIN}}
-        self._parser: ResponseParser | None = ResponseParser(
-            template, _ANCHOR + prefix, tools=list(map(_with_types, tools))
-        )
-        self._names = {tool["function"]["name"] for tool in tools}
+        functions = [tool["function"] for tool in tools]
+        self._names = {function["name"] for function in functions}
+        typed = [  # as the parser needs it to know the types of arguments: it follows no references
+            {"name": each["name"], "parameters": {"properties": properties_of(each.get("parameters") or {})}}
+            for each in functions
+        ]
+        self._parser: ResponseParser | None = ResponseParser(template, _ANCHOR + prefix, tools=typed)
         self._calls_are_json = regions.get(_CALLS, {}).get("content") != "xml-inline"
         self._region = _TEXT  # the open one
         self._unread = ""  # text that was returned neither as text nor in a call
