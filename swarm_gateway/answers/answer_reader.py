@@ -67,7 +67,7 @@ class AnswerReader:
         template = {"start_anchor": _ANCHOR, "fields": {**repeated, _TEXT: _PLAIN}}
         functions = [tool["function"] for tool in tools]
         self._names = {function["name"] for function in functions}
-        typed = [  # as the parser needs it to know the types of arguments: it follows no references
+        typed: list[Any] = [  # as the parser needs it to know the types of arguments: it follows no references
             {"name": each["name"], "parameters": {"properties": properties_of(each.get("parameters") or {})}}
             for each in functions
         ]

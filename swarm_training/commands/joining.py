@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import platformdirs
@@ -367,7 +367,7 @@ def resume(trained: TrainingSetup, say: Say, is_founder: bool = True) -> Moment 
     return content.moment
 
 
-def go_on_with_data(trained: TrainingSetup, data: Mapping[str, object], say: Say) -> None:
+def go_on_with_data(trained: TrainingSetup, data: Mapping[str, Any], say: Say) -> None:
     """Go on with the data where a checkpoint of this machine has been."""
     try:
         trained.batches.load_state_dict(dict(data))

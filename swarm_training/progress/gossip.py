@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from swarm_protocol.errors import SwarmError
@@ -109,7 +110,10 @@ class Gossip:
         for peer in self._rng.sample(peers, min(len(peers), _FANOUT)):
             task = asyncio.ensure_future(self._call(peer, own))
             self._calling[peer.peer_id] = task
-            task.add_done_callback(lambda _, peer_id=peer.peer_id: self._calling.pop(peer_id, None))
+            task.add_done_callback(partial(self._forget_call, peer.peer_id))
+
+    def _forget_call(self, peer_id: str, _: asyncio.Task[None]) -> None:
+        self._calling.pop(peer_id, None)
 
     async def _call(self, peer: Progress, own: pb.SignedProgress) -> None:
         self.num_calls += 1

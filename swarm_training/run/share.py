@@ -103,8 +103,10 @@ class GradientAccumulator:
     def _load_newer(self, own: Moment) -> Generator[Coroutine[Any, Any, Any], Any, OfferedState | None]:
         """Take over the newest state that peers offer, if it is newer than the one of moment ``own``, and return it."""
         refused: set[bytes] = set()
-        newer: OfferedState | None
-        while (newer := (yield self._peer.newer_state(own, refused))) is not None:
+        while True:
+            newer: OfferedState | None = yield self._peer.newer_state(own, refused)
+            if newer is None:
+                return None
             step = newer.moment.step
             try:
                 self._load_offered(newer)
@@ -114,7 +116,6 @@ class GradientAccumulator:
                 continue
             _logger.warning("the run goes on from the checkpoint of step %d, which another peer has", step)
             return newer
-        return None
 
     def _load_offered(self, newer: OfferedState) -> None:
         """Take over an offered state.
