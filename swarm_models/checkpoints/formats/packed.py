@@ -33,6 +33,7 @@ class PackedTensor(StoredTensor):
             ``dtype``, or the rows that the data covers. Raises CheckpointError.
         part_rows: rows of a part per row of the weight, by role; other parts are read whole for each tile. Empty: the
             weight cannot be unpacked in tiles.
+        unit_rows: rows of the weight that ``unpack`` needs together, from a multiple of this number on.
     """
 
     name: str
@@ -41,6 +42,7 @@ class PackedTensor(StoredTensor):
     parts: Parts
     unpack: partial[Any]
     part_rows: Mapping[str, Fraction] = field(default_factory=dict)
+    unit_rows: int = 1
 
     @property
     def has_tiles(self) -> bool:  # type: ignore[override]
@@ -64,7 +66,7 @@ class PackedTensor(StoredTensor):
         if not self.part_rows:
             yield self.read()
             return
-        step = lcm(min_rows, *(ratio.denominator for ratio in self.part_rows.values()))
+        step = lcm(min_rows, self.unit_rows, *(ratio.denominator for ratio in self.part_rows.values()))
         for start in range(0, self.shape[0], step):
             yield self.unpack(**{role: self._rows(role, start, start + step) for role in self.parts})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers import initialization as weight_init
 
 from swarm_models.checkpoints.hollow_model import RangesOnCpu, hf_loader
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")  # by which processors take rows apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +31,12 @@ class ModelNames:
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     of_gguf: Mapping[str, str] = field(repr=False)
     processor: Any = field(repr=False)
+
+    def processor_for(self, share: Fraction) -> Any:
+        """Return the processor for a ``share`` of a tensor's rows, which are whole heads if it changes heads."""
+        config = self.processor.config
+        heads = {name: int(config[name] * share) for name in _HEADS if config.get(name)}
+        return self.processor if share == 1 else type(self.processor)(config={**config, **heads})
 
 
 class _Names:

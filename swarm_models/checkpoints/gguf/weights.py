@@ -31,15 +31,16 @@ _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 _MAX_SHARDS = 1024
 _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
 _GEMMA2_27B_LAYERS = 46  # the only gemma2 with another scale of attention
-_TILE = 1 << 18  # how many numbers are unpacked at a time
+_TILE = 1 << 16  # how many numbers are unpacked at a time
 _SAMPLE_BYTES = 4096
-# Classes of transformers that change matrices row by row, except tensors with one of these marks in their names.
-_ROW_BY_ROW = {
-    "TensorProcessor": (),
-    "LlamaTensorProcessor": (".attn_q.", ".attn_k."),
-    "Qwen2MoeTensorProcessor": (),
-    "MiniMaxM2TensorProcessor": (),
-    "Gemma2TensorProcessor": (),
+# Classes of transformers that change matrices row by row. Tensors with one of these marks in their names are changed
+# head by head; the config has their number of heads under the name beside the mark.
+_ROW_BY_ROW: dict[str, dict[str, str]] = {
+    "TensorProcessor": {},
+    "LlamaTensorProcessor": {".attn_q.": "num_attention_heads", ".attn_k.": "num_key_value_heads"},
+    "Qwen2MoeTensorProcessor": {},
+    "MiniMaxM2TensorProcessor": {},
+    "Gemma2TensorProcessor": {},
 }
 
 
@@ -91,15 +92,20 @@ class GgufWeights:
         types = tuple((key, part.type, part.shape) for key, part in parts.items())
         unpack = partial(_unpack, name=name, shape=shape, types=types, model=self._model)
         rows = {key: part.rows for key, part in parts.items()}
-        return PackedTensor(name, torch.float32, shape, rows, unpack, self._part_rows(rows, shape[0]))
+        return PackedTensor(name, torch.float32, shape, rows, unpack, *self._tiling(rows, shape))
 
-    def _part_rows(self, rows: Mapping[str, FileTensor], num_rows: int) -> dict[str, Fraction]:
-        """Return the ``part_rows`` for ``PackedTensor``, empty if the tensor cannot be unpacked in tiles."""
-        changed = _ROW_BY_ROW.get(type(self._model.processor).__name__)
-        if changed is None or any(mark in key for mark in changed for key in rows):
-            return {}
+    def _tiling(self, rows: Mapping[str, FileTensor], shape: Sequence[int]) -> tuple[dict[str, Fraction], int]:
+        """Return ``part_rows`` and ``unit_rows`` for ``PackedTensor``; the first is empty if there can be no tiles."""
+        heads_of = _ROW_BY_ROW.get(type(self._model.processor).__name__)
+        num_rows, *inner = shape
         ratios = {key: Fraction(part.shape[0], num_rows) for key, part in rows.items()}
-        return ratios if all(ratio.denominator == 1 for ratio in ratios.values()) else {}
+        if heads_of is None or not inner or any(ratio.denominator > 1 for ratio in ratios.values()):
+            return {}, 1
+        heads = {self._model.processor.config.get(heads_of[mark]) for mark in heads_of for key in rows if mark in key}
+        if not heads:
+            return ratios, 1
+        (num_heads,) = heads
+        return (ratios, num_rows // num_heads) if num_heads and num_rows % num_heads == 0 else ({}, 1)
 
     def fingerprint(self) -> str:
         """Return a hash of the header's values and a sample of each tensor's data."""
@@ -156,7 +162,7 @@ def _unpack(
     for key, type_, part_shape in types:
         values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])
         with any_error_as(partial(_does_not_fit, key, part_shape)):
-            done = model.processor.process(
+            done = model.processor_for(Fraction(len(values), part_shape[0])).process(
                 weights=values,
                 name=key,
                 tensor_key_mapping=model.of_gguf,

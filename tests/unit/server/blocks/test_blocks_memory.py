@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gguf_files import write_gguf
 from tests.marks import SLOW
 from tests.published import fp8_blocks, fp8_config, publish
 from tests.zoo import save_checkpoint
@@ -105,8 +107,8 @@ def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> No
     )
 
 
-# As SCRIPT, of blocks that are quantised to int8 as servers do it; prints the growth and a byte for each parameter.
-INT8_SCRIPT = """
+# As SCRIPT, of blocks that are quantised as servers do it; prints the growth and the bytes of the blocks' weights.
+PACKED_SCRIPT = """
 import gc, resource, sys
 import torch
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
@@ -119,9 +121,14 @@ from swarm_server.blocks.weight_cache import WeightCache
 CPU = torch.device("cpu")
 
 def load(checkpoint, span):
-    layers = PackedLayers(WeightCache(0), "int8", CPU, torch.float32)
-    transform = lambda block, index: quantize_(block, "int8", CPU, torch.float32)
-    return load_blocks(checkpoint, span, transform=transform, layers=layers)
+    layers = PackedLayers(WeightCache(0), sys.argv[2], CPU, torch.float32, checkpoint.family)
+    made = []
+
+    def transform(block, index):
+        made.append(quantize_(block, sys.argv[2], CPU, torch.float32, eight_bits=layers.eight_bits(index)))
+
+    stack = load_blocks(checkpoint, span, transform=transform, layers=layers)
+    return stack, sum(report.quantised_bytes for report in [layers.report, *made])
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -135,9 +142,12 @@ load(checkpoint, Span(0, 1))
 gc.collect()
 filler = torch.ones(max(0, peak() - resident()) // 4)
 before = resident()
-stack = load(checkpoint, Span(1, 3))
-print(peak() - before, sum(checkpoint.block_parameters(index) for index in (1, 2)))
+stack, needed = load(checkpoint, Span(1, 3))
+print(peak() - before, needed)
 """
+
+
+LLAMA = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
 
 
 @SLOW
@@ -145,17 +155,32 @@ print(peak() - before, sum(checkpoint.block_parameters(index) for index in (1, 2
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("llama", dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16)),
+        ("llama", LLAMA),
         (
             "qwen3_moe",
             dict(hidden_size=512, num_experts=16, moe_intermediate_size=512, decoder_sparse_step=1, mlp_only_layers=[]),
         ),
     ],
 )
-def test_int8_blocks_are_packed_as_they_are_read(name: str, sizes: dict[str, object], tmp_path: Path) -> None:
-    """At most a fifth more than the blocks take, where an fp32 matrix of the first would be half a block."""
+def test_blocks_in_fp8_are_packed_as_they_are_read(name: str, sizes: dict[str, object], tmp_path: Path) -> None:
     pack = partial(fp8_blocks, block=BLOCK)
     publish(tmp_path, fp8_config(BLOCK), pack, name=name, num_hidden_layers=3, **sizes)
-    result = subprocess.run([sys.executable, "-c", INT8_SCRIPT, tmp_path], capture_output=True, text=True, check=True)
+    assert_packed_as_read(tmp_path, "int8")
+
+
+@SLOW
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_blocks_of_a_gguf_file_are_packed_as_they_are_read(method: str, tmp_path: Path) -> None:
+    """Query and key matrices too, whose rows are stored in another order: in fp32 they would be as large as a block."""
+    write_gguf(tmp_path / "tiny.gguf", type="Q4_0", num_hidden_layers=3, num_key_value_heads=16, **LLAMA)
+    assert_packed_as_read(tmp_path / "tiny.gguf", method)
+
+
+def assert_packed_as_read(path: Path, method: str) -> None:
+    """The peak is at most a fifth above what the blocks take. An fp32 matrix would be half a block or more."""
+    command = [sys.executable, "-c", PACKED_SCRIPT, path, method]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     growth_bytes, needed_bytes = map(int, result.stdout.split())
     assert needed_bytes < growth_bytes < 1.2 * needed_bytes

@@ -43,6 +43,18 @@ def test_weights(tmp_path: Path, type: str) -> None:
     assert_equal(read_all(path), expected)
 
 
+def test_matrices_are_unpacked_in_tiles_of_whole_heads(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    sizes = dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=4)
+    expected = write_gguf(path, type="Q8_0", num_hidden_layers=1, **sizes)
+    for name, stored in ModelCheckpoint.open(path).stored(expected.__contains__).items():
+        for min_rows in (64, 48):  # the last tile of 48 rows or more may have fewer heads than the others
+            tiles = list(stored.tiles(min_rows))
+            assert torch.equal(torch.cat(tiles), expected[name]), name
+            assert (len(tiles) > 1) == (stored.has_tiles and len(expected[name]) > 64), name
+        assert stored.has_tiles == (expected[name].ndim > 1), name
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma2"])
 def test_what_the_converter_changes_is_undone(tmp_path: Path, name: str) -> None:
     options = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64}
