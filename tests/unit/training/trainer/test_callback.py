@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from swarm_training.trainer.callback import TrainingRunCallback
 from tests.unit.training.fakes import LocalRun
@@ -185,6 +185,12 @@ def test_what_contradicts_a_run_is_refused(tmp_path: Path) -> None:
     ):
         together(tmp_path, target=4, max_norm=0.5, max_grad_norm=1.0)
     model = Model()
+    scaled = arguments(tmp_path)
+    scaled.fp16 = True
+    with pytest.raises(ValueError, match="fp16 is on: expected bf16 or neither"):
+        TrainingRunCallback(LocalRun(list(model.parameters()), adamw(model), 4), adamw(model)).on_init_end(
+            scaled, TrainerState(), TrainerControl()
+        )
     optimizer = adamw(model)
     callback = TrainingRunCallback(LocalRun(list(model.parameters()), optimizer, 4), optimizer)
     with pytest.raises(ValueError, match="Trainer has an optimizer of its own"):
