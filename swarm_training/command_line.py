@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from swarm_training.commands.staged import (
     join_staged,
     require_unstaged,
 )
-from swarm_training.contract.backend import Backend, Look, ReadLedger, SendOrder
+from swarm_training.contract.backend import Backend, Joining, Look, SendOrder
 from swarm_training.contract.views import RunView
 from swarm_training.core_backend import BACKEND
 from swarm_training.reports.observing import RunObserver
@@ -94,7 +94,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     )
     add_report_flag(watch)
 
-    summed = command("ledger", partial(_ledger, backend.read_ledger), "show how much each user has contributed")
+    summed = command("ledger", partial(_ledger, backend, stages), "show how much each user has contributed")
     add_joining_flags(summed)
     summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file instead of asking peers")
     summed.add_argument("--json", action="store_true", help="print JSON")
@@ -209,9 +209,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
     targets = [parse_report(text) for text in args.report]
-    # Peers of a stage report their progress to trainers alone; peers of other runs publish it on the DHT.
-    who = joining(args, file, "TRAINER" if file.stages.count else "CLIENT")
-    looking = partial(_required(stages).look, file, who) if file.stages.count else partial(backend.look, who)
+    _, looking = _onlooker(backend, stages, args, file)
 
     def run() -> None:
         from swarm_training.commands.watching import as_json, watch
@@ -238,20 +236,37 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
     return run
 
 
-def _ledger(read: ReadLedger, args: argparse.Namespace) -> Command:
+def _ledger(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     from swarm_training.commands import summing
 
     file = read_run_file(args.run_file)
-    _require_one_run(args, file)
+    if args.file is not None:
+        _require_one_run(args, file)
     if (args.file is None) == (not args.initial_peers):
         raise ValueError("--initial-peers or --file: expected members of the run to ask, or else a ledger that is here")
-    who = joining(args, file, "CLIENT") if args.file is None else None
+    if args.file is not None:
+        return lambda: summing.show([summing.ledger_in_file(args.file, file)], None, as_json=args.json)
+    who, looking = _onlooker(backend, stages, args, file)
+    runs = _required(stages).stage_runs(file, who) if file.stages.count else [who]
 
     def run() -> None:
-        ledger = summing.ledger_in_file(args.file, file) if who is None else read(who)
-        summing.show(ledger, as_json=args.json)
+        ledgers = [backend.read_ledger(each) for each in runs]
+        with looking() as look:
+            view = look()
+        summing.show(ledgers, view, as_json=args.json)
 
     return run
+
+
+def _onlooker(
+    backend: Backend, stages: StagesBackend | None, args: argparse.Namespace, file: RunFile
+) -> tuple[Joining, Callable[[], AbstractContextManager[Callable[[], RunView]]]]:
+    """Return the identity of a process that only looks at the run, and how it looks."""
+    if file.stages.count:  # peers of a stage report their progress to trainers alone; those of other runs, on the DHT
+        who = joining(args, file, "TRAINER")
+        return who, partial(_required(stages).look, file, who)
+    who = joining(args, file, "CLIENT")
+    return who, partial(backend.look, who)
 
 
 def _ban(send: SendOrder, args: argparse.Namespace) -> Command:

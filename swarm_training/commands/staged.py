@@ -31,12 +31,14 @@ class StagesBackend:
         export: writes what was trained into a directory, or its moving average (``averaged``), or of the step with the
             lowest loss on held-out data (``best``).
         look: a context with a function that returns the present view of the run at each call.
+        stage_runs: returns, for each stage, how to reach the run of its own in which its peers average.
     """
 
     hold: Callable[[RunFile, Joining, str | None, str, str | None, Sequence[OpenReporter]], Command]
     train: Callable[[RunFile, Joining, Sequence[OpenReporter]], Command]
     export: Callable[[RunFile, Joining, Path, bool, bool], Command]
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
+    stage_runs: Callable[[RunFile, Joining], Sequence[Joining]]
 
 
 def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:

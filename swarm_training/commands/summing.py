@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from rich.text import Text
 
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.wire.printable import printable
+from swarm_training.commands.watching import as_json as view_as_json
+from swarm_training.commands.watching import held_out_line, title_line
+from swarm_training.contract.run_like import RunView
 from swarm_training.ledger.archive import read_rounds
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.runfile.settings import RunFile
@@ -43,17 +47,37 @@ def facts_of(ledger: Ledger) -> dict[str, Any]:
     return {"run": ledger.run, "samples": samples, "rounds": ledger.num_rounds, "users": users}
 
 
-def show(ledger: Ledger, *, as_json: bool) -> None:
-    facts = facts_of(ledger)
+def facts_of_view(view: RunView) -> dict[str, Any]:
+    """Return the step and the losses of a view as values for JSON."""
+    facts = view_as_json(view)
+    return {name: facts[name] for name in ("step", "loss", "held_out", "best_held_out")}
+
+
+def show(ledgers: Sequence[Ledger], view: RunView | None, *, as_json: bool) -> None:
+    """Print the ledger of a run, or those of all stages of a run in stages, whose samples are micro-batches. ``view``:
+    the run as its peers see it now; None: only ledgers are here."""
+    facts = [facts_of(ledger) for ledger in ledgers]
+    is_staged = view is not None and bool(view.stages)
     if as_json:
-        print(json.dumps(facts))
+        whole = {"run": view.run, "stages": facts} if view is not None and is_staged else facts[0]
+        print(json.dumps(whole if view is None else {**whole, **facts_of_view(view)}))
         return
+    console = Console()
+    if view is not None:
+        console.print(Text(title_line(view), "bold"))
+        if view.held_out is not None:
+            console.print(Text(held_out_line(view)))
+    for stage, each in enumerate(facts):
+        whose, what = (f"stage {stage}", "micro-batches") if is_staged else (f"run {printable(each['run'])}", "samples")
+        console.print(Text(f"{whose}: {each['samples']} {what} in {each['rounds']} rounds", "bold"))
+        console.print(_table(each, what))
+
+
+def _table(facts: Mapping[str, Any], what: str) -> Table:
     table = Table("user")
-    for title in ("samples", "share", "rounds"):
+    for title in (what, "share", "rounds"):
         table.add_column(title, justify="right")
     for user in facts["users"]:
         name = Text(printable(user["user"]))
         table.add_row(name, str(user["samples"]), f"{user['share']:.1%}", str(user["rounds"]))
-    console = Console()
-    console.print(Text(f"run {facts['run']}: {facts['samples']} samples in {facts['rounds']} rounds", "bold"))
-    console.print(table)
+    return table

@@ -58,14 +58,14 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
     rate = "" if view.learning_rate is None else f"   learning rate {view.learning_rate:.3g}"
     details = _details(view)
     parts: list[RenderableType] = [
-        Text(_title(view), "bold"),
+        Text(title_line(view), "bold"),
         Text(f"{view.samples} of {view.target_batch_size} {what} ({share:.0%}), {speed:.3g} {what}/s: {soon}"),
         Text(f"last step: {_bytes(view.bytes_sent)} sent, {_bytes(view.bytes_received)} received by all{rate}", "dim"),
         *([Text(details, "dim")] if details else []),
         *([_stages_table(view), _stage_peers_table(view.stages)] if view.stages else [_peers_table(view.peers)]),
     ]
     if view.held_out is not None:
-        parts.insert(1, Text(_held_out(view)))
+        parts.insert(1, Text(held_out_line(view)))
     if view.users:
         parts.append(_users_table(view.users))
     if view.bans:
@@ -74,7 +74,8 @@ def picture(view: RunView, now: float) -> list[RenderableType]:
     return parts
 
 
-def _title(view: RunView) -> str:
+def title_line(view: RunView) -> str:
+    """Return the name of the run, its step, and the loss of that step if it is known."""
     loss = "" if view.loss is None else f"   loss {view.loss:.4f}" if isfinite(view.loss) else "   loss not finite"
     back = f"   rollbacks {view.rollbacks}" if view.rollbacks else ""
     return f"run {printable(view.run)}   step {view.step}{back}{loss}"
@@ -86,7 +87,8 @@ def _details(view: RunView) -> str:
     return f"{computing}{kept}".strip()
 
 
-def _held_out(view: RunView) -> str:
+def held_out_line(view: RunView) -> str:
+    """Return the newest and the lowest loss on held-out data of a view that has one."""
     assert view.held_out is not None
     newest, best = (
         "" if each is None else f"{'not finite' if each.loss is None else f'{each.loss:.4f}'} at step {each.step}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,4 +180,13 @@ def _look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
         yield see
 
 
-STAGES = StagesBackend(_hold_blocks, train, export, _look)
+def _stage_runs(file: RunFile, who: Joining) -> list[Joining]:
+    from swarm_training.stages.commands.building import require_stages
+    from swarm_training.stages.peer.run_stages import stage_run
+
+    size = require_stages(file)
+    names = [stage_run(file.run.name, stage) for stage in range(file.stages.count)]
+    return [replace(who, run=name, target_batch_size=size) for name in names]
+
+
+STAGES = StagesBackend(_hold_blocks, train, export, _look, _stage_runs)

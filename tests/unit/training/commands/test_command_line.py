@@ -28,7 +28,7 @@ from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining
-from swarm_training.contract.views import PeerView, RunView
+from swarm_training.contract.views import HeldOutView, PeerView, RunView
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.order import DataShard
 from swarm_training.ledger.archive import Archive
@@ -295,10 +295,14 @@ def test_a_run_is_watched_and_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_ledger_is_summed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     network, path = Network(), str(run_file(tmp_path))
+    held_out = {"held_out": HeldOutView(300, 2.75), "best_held_out": HeldOutView(200, 2.625)}
+    network.seen = replace(network.seen, loss=2.5, **held_out)
     capsys.readouterr()
     command_line.main(["ledger", path, "--initial-peers", PEER], network.backend())
     text = capsys.readouterr().out
     assert "run run: 400 samples in 2 rounds" in text and network.looks[0].initial_peers == (PEER,)
+    assert "run my-run   step 312   rollbacks 1   loss 2.5000" in text
+    assert "loss on held-out data 2.7500 at step 300, lowest 2.6250 at step 200" in text
     assert re.search(r"ada .* 300 .* 75.0% .* 2", text) and text.index("ada") < text.index("bob")
     command_line.main(["ledger", path, "--initial-peers", PEER, "--json"], network.backend())
     assert json.loads(capsys.readouterr().out) == {
@@ -309,6 +313,10 @@ def test_a_ledger_is_summed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             {"user": "ada", "samples": 300, "share": 0.75, "rounds": 2},
             {"user": "bob", "samples": 100, "share": 0.25, "rounds": 2},
         ],
+        "step": 312,
+        "loss": 2.5,
+        "held_out": {"step": 300, "loss": 2.75},
+        "best_held_out": {"step": 200, "loss": 2.625},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from swarm_server import command_line as server
 from swarm_training import command_line as train
 from swarm_training.commands import watching
 from swarm_training.commands.staged import StagesBackend
+from swarm_training.contract.backend import Backend, Joining
 from swarm_training.contract.views import HeldOutView, RunView
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress
+from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.stages import front
 from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.inference import Afterwards
 from swarm_training.stages.commands.looking import view_of
 from swarm_training.stages.commands.spans import costs_of, spans_of_stages
+from tests.unit.training.ledger.members import ORGANISER
+from tests.unit.training.ledger.test_ledger import a_round
 from tests.unit.training.stages.commands.test_command_line import PEER, TEXT
 
 PEERS = ["--initial-peers", PEER]
@@ -202,7 +207,7 @@ def test_watch_prints_the_stages(run_file: str, capsys: pytest.CaptureFixture[st
 
     monkeypatch.setattr(watching.time, "sleep", stop)
     monkeypatch.setenv("COLUMNS", "120")
-    stages = StagesBackend(never, never, never, look)
+    stages = StagesBackend(never, never, never, look, never)
     train.main(["watch", run_file, *PEERS], stages=stages)
     text = capsys.readouterr().out
     assert "run toy   step 7   loss 2.0000" in text and "1 of 3 micro-batches (33%), 2 micro-batches/s" in text
@@ -228,7 +233,41 @@ def test_the_configuration_file_may_say_it_and_what_it_says_of_serving_is_passed
     assert (joined.role, joined.blocks) == ("stage", "0:1")
 
 
-def test_ledgers_and_rollbacks_are_not_for_runs_in_stages(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ledger_says_who_has_done_the_work_of_which_stage(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Joining] = []
+
+    @contextmanager
+    def look(file: Any, who: Any) -> Iterator[Callable[[], RunView]]:
+        yield lambda: view_of("toy", 3, records())
+
+    def never(*_: object) -> Any:
+        raise AssertionError
+
+    def read(who: Joining) -> Ledger:
+        asked.append(who)
+        ledger = Ledger("run", LedgerLimits(100), ORGANISER.public)  # one round of 50 + 50 for each stage before
+        for step in range(1, len(asked)):
+            ledger.add(a_round(step, 50, 50))
+        return ledger
+
+    backend = Backend(never, never, never, read)
+    stages = replace(front.STAGES, look=look)
+    train.main(["ledger", run_file, *PEERS], backend, stages=stages)
+    text = capsys.readouterr().out
+    assert "run toy   step 7   loss 2.0000" in text and "loss on held-out data 2.5000 at step 6" in text
+    assert "stage 0: 0 micro-batches in 0 rounds" in text and "stage 1: 100 micro-batches in 1 rounds" in text
+    size = asked[0].target_batch_size
+    assert [(who.run, who.target_batch_size) for who in asked] == [("toy/0", size), ("toy/1", size)]
+    train.main(["ledger", run_file, *PEERS, "--json"], backend, stages=stages)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["loss"], found["held_out"]) == ("toy", 2.0, {"step": 6, "loss": 2.5})
+    assert [stage["samples"] for stage in found["stages"]] == [200, 300]
+
+
+def test_ledgers_in_files_and_rollbacks_are_not_for_runs_in_stages(
+    run_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = "is of a run in stages: expected one whose peers hold the whole model"
-    assert message in refusal(capsys, train.main, "ledger", run_file, *PEERS)
     assert message in refusal(capsys, train.main, "ledger", run_file, "--file", "rounds")

@@ -71,6 +71,11 @@ def test_without_failures_every_step_is_that_of_one_process() -> None:
         await train(world, 3, ToyTrainer(world))
         assert not barrier.done() or barrier.result()
         require_equal_to_single(world, 3)
+        for stage in range(STAGES):
+            peers = world.alive(stage)
+            credited = peers[0].peer.ledger.totals()
+            assert credited.keys() == {peer.peer_id for peer in peers}  # each is a user of its own without an organiser
+            assert sum(total.samples for total in credited.values()) <= MICRO_BATCHES * peers[0].state.step
 
     simulate(scenario)
 
