@@ -94,7 +94,7 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
     """Return the position ids of the new positions of all rows, [rows, num_new] or [rows, num_new, axes]."""
     if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # decoding: one call for all
-        return torch.tensor([[work.state.length - 1] for work in batch for _ in work.state.rows])
+        return torch.tensor([work.state.length - 1 for work in batch for _ in work.state.rows])[:, None]
     return torch.cat(with_same_axes([positions_and_mask(work.step)[0][:, -num_new:] for work in batch]))
 
 

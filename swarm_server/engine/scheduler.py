@@ -265,11 +265,10 @@ class Scheduler:
 
     def _deliver(self, batch: Sequence[WorkItem], results: Sequence[Any]) -> None:
         """Deliver results on their loops. Each loop is woken once, so that the results of a batch leave together."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[WorkItem, Any]]] = {}
-        for work, result in zip(batch, results, strict=True):
-            assert work.loop is not None
-            by_loop.setdefault(work.loop, []).append((work, result))
-        for loop, done in by_loop.items():
+        everything = list(zip(batch, results, strict=True))
+        for loop in {work.loop for work in batch}:
+            assert loop is not None
+            done = [(work, result) for work, result in everything if work.loop is loop]
             loop.call_soon_threadsafe(self._deliver_all, done)
 
     def _deliver_all(self, done: Sequence[tuple[WorkItem, Any]]) -> None:
