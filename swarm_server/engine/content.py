@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,13 +42,12 @@ def hashed(state: KvState) -> KvState:
     for _, alike in itertools.groupby(contents, lambda content: content.shape[2]):
         content = torch.cat(list(alike), 1)
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
-        state = replace(
-            state,
+        state = state.with_changes(
             hashes=tuple(row_hash for row_hash, _ in added),
             digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
         )
         assert state.hashes is not None
-    return replace(state, unhashed=())
+    return state.with_changes(unhashed=())
 
 
 def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
