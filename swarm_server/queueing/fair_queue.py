@@ -111,8 +111,10 @@ class FairQueue(Generic[T]):
 
         Return an empty list otherwise. Work that is computed at once needs no order, which takes longer to find.
         """
-        everything = [work for work, *_ in self._new]
-        if len(everything) < self._num_waiting or not everything or not fit(everything):
+        if not self._new or len(self._new) < self._num_waiting:
+            return []
+        everything = [entry[0] for entry in self._new]
+        if not fit(everything):
             return []
         self._new.clear()
         self._forget(len(everything))
