@@ -51,7 +51,7 @@ class _Pass:
 
 
 async def forward(
-    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, signer: Signer | None = None
+    services: SpanServices, client: Caller, incoming: Incoming, request: ExitStack, signer: Signer
 ) -> list[pb.TensorReply]:
     """Run a forward pass and return its replies, whose tensor is [batch, tokens, hidden_size].
 
@@ -71,8 +71,6 @@ async def forward(
         output = torch.cat(outputs)
         encoded, statement = encode(output, asked.codec), None
         if asked.sign:
-            if signer is None:
-                raise RequestRejected("this server makes no statements")
             statement = await asyncio.to_thread(signer.sign, asked.blocks, asked.inputs, output[0])
         is_kept = kept is not None and services.training.keep(asked.keep_key, kept)
         return _in_parts(*encoded, statement=statement, kept=is_kept)

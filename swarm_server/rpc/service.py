@@ -81,23 +81,22 @@ class BlocksService(BlocksServicer):
         hosted: Callable[[], SessionManager | None],
         record: Callable[[], pb.ServerRecord],
         idle_timeout_s: float,
-        arrivals: Arrivals | None = None,
-        callers: CallerChecks | None = None,
-        signer: Signer | None = None,
-        judge: AnswerJudge | None = None,
-        offering: Offering | None = None,
+        arrivals: Arrivals,
+        callers: CallerChecks,
+        *,
+        signer: Signer,
+        judge: AnswerJudge,
+        offering: Offering,
     ) -> None:
         """Create the service.
 
         ``hosted`` returns the sessions of the blocks hosted at present, or None while the server loads other blocks.
-        Without ``signer``, the server makes no statements; without ``judge``, it does not judge other servers. Without
-        ``offering``, it gives no weights to other servers.
         """
         self._hosted = hosted
         self._record = record
         self._idle_timeout_s = idle_timeout_s
-        self._arrivals = arrivals or Arrivals()
-        self._callers = callers or CallerChecks()
+        self._arrivals = arrivals
+        self._callers = callers
         self._signer = signer
         self._judge = judge
         self._offering = offering
@@ -265,21 +264,15 @@ class BlocksService(BlocksServicer):
                 await context.write(reply)
 
     async def Accuse(self, request: pb.Evidence, context: _Context) -> pb.AccuseReply:
-        judge, client = self._judging(context)
-        return pb.AccuseReply(is_shown=await judge.judge(request, client))
-
-    async def Doubt(self, request: pb.DoubtRequest, context: _Context) -> pb.DoubtReply:
-        judge, client = self._judging(context)
-        await judge.doubt(request.peer_id, client)
-        return pb.DoubtReply()
-
-    def _judging(self, context: _Context) -> tuple[AnswerJudge, Caller]:
-        """Return the judge and the calling client. Raise RequestRejected if this server does not judge."""
         client = self._callers.admit(context)
         self._present()
-        if self._judge is None:
-            raise RequestRejected("this server does not judge other servers")
-        return self._judge, client
+        return pb.AccuseReply(is_shown=await self._judge.judge(request, client))
+
+    async def Doubt(self, request: pb.DoubtRequest, context: _Context) -> pb.DoubtReply:
+        client = self._callers.admit(context)
+        self._present()
+        await self._judge.doubt(request.peer_id, client)
+        return pb.DoubtReply()
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.ServerRecord:
         self._callers.admit(context)
@@ -293,13 +286,13 @@ class BlocksService(BlocksServicer):
 
     async def GetOffer(self, request: pb.OfferRequest, context: _Context) -> None:
         client = self._callers.admit(context)
-        async with aclosing(self._offers().parts(client)) as parts:
+        async with aclosing(self._offering.parts(client)) as parts:
             async for data in parts:
                 await _write_soon(context, pb.OfferPart(data=data))
 
     async def GetPiece(self, request: pb.PieceRequest, context: _Context) -> None:
         client = self._callers.admit(context)
-        async with aclosing(self._offers().piece(client, request.sha256)) as parts:
+        async with aclosing(self._offering.piece(client, request.sha256)) as parts:
             async for data in parts:
                 await _write_soon(context, pb.PiecePart(data=data))
 
@@ -322,12 +315,6 @@ class BlocksService(BlocksServicer):
         host = self._present()
         host.require_staying()
         return host.services
-
-    def _offers(self) -> Offering:
-        """Return the offered weights. Raise RequestRejected if the server offers none."""
-        if self._offering is None:
-            raise RequestRejected("this server offers no weights")
-        return self._offering
 
     def _sessions(self) -> SessionManager:
         """Return the host, to find a session opened before. Raise SessionLost if there is no host at present."""

@@ -26,6 +26,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
+from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.validation import RequestValidator
@@ -316,9 +317,9 @@ class ToyServer:
         neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
         services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training, counters=counters)
         self.host = SessionManager(services, 100)
-        self.service = BlocksService(
-            lambda: self.host, self.record().to_proto, idle_timeout_s, callers=CallerChecks(client_of=Context.client)
-        )
+        callers, rest = CallerChecks(client_of=Context.client), {"signer": None, "judge": None, "offering": None}
+        hosted, record = lambda: self.host, self.record().to_proto
+        self.service = BlocksService(hosted, record, idle_timeout_s, Arrivals(), callers, **rest)
 
     def record(self) -> ServerRecord:
         return ServerRecord(self.name, (self.name,), MODEL, REVISION, NUM_BLOCKS, self.span, tokens_per_s=100.0)

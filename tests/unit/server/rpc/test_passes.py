@@ -68,7 +68,7 @@ def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
             counters=Counters(),
         )
         with ExitStack() as request:
-            return await passes.forward(services, CLIENT, Incoming(stream(), Arrivals()), request)
+            return await passes.forward(services, CLIENT, Incoming(stream(), Arrivals()), request, None)
 
     (reply,) = run(story())
     assert blocks.shapes == shapes

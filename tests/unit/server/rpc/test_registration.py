@@ -30,7 +30,8 @@ def asked(
         arrivals = Arrivals(stall_timeout_s=60.0, min_bytes_per_s=100 * MIB)
         record = pb.ServerRecord(model="model")
         callers = CallerChecks(client_of=lambda _context: "client")
-        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, callers)
+        rest = {"signer": None, "judge": None, "offering": None}
+        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, callers, **rest)
         add_service(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

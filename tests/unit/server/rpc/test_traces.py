@@ -9,6 +9,7 @@ from swarm_client.transport.grpc_calls import CallCounter
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.telemetry.tracing import tracing
+from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
 from swarm_server.rpc.service import BlocksService, CallerChecks
 from tests.unit.recorded import Recorded, parent_id, recorded, span_id
@@ -23,7 +24,8 @@ def called(is_traced: bool) -> Recorded:
     async def scenario() -> None:
         server = grpc.aio.server()
         callers = CallerChecks(client_of=lambda _context: "client")
-        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(), 60.0, callers=callers), server)
+        rest = {"signer": None, "judge": None, "offering": None}
+        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(), 60.0, Arrivals(), callers, **rest), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
