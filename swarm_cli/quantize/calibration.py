@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 import swarm_models
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.hollow_model import copy_names, hf_loader
+from swarm_models.checkpoints.hollow_model import copy_names, load_tensors
 
 SHIPPED = Path(swarm_models.__file__).parent / "shipped" / "calibration" / "text.txt"
 WINDOW = 256  # tokens that are computed together
@@ -51,15 +51,7 @@ def first_hidden_states(checkpoint: ModelCheckpoint, ids: torch.Tensor) -> torch
             setattr(family.owner_of(self), family.blocks, torch.nn.ModuleList([_FirstBlock()]))
 
     copy_names(family.base_class, Front)
-    with hf_loader():
-        model, info = Front.from_pretrained(
-            None,
-            config=checkpoint.config,
-            state_dict=checkpoint.client_tensors(),
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # require_fit reports mismatches
-            output_loading_info=True,
-        )
+    model, info = load_tensors(Front, checkpoint.config, checkpoint.client_tensors(), torch.float32)
     checkpoint.require_fit(info)
     try:
         model(ids, use_cache=False)

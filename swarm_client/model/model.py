@@ -31,7 +31,7 @@ from swarm_client.weights.progress import reading_shown
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_models.checkpoints.family import max_positions, slice_config, text_config
-from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.hollow_model import load_tensors
 from swarm_models.gpu.devices import named_device
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.failures import undone_on_error
@@ -191,17 +191,9 @@ def load_client(
     if dtype == "auto":
         dtype = torch.float32 if device.type == "cpu" else whole.dtype or config.dtype or torch.bfloat16
     own_class = client_class(_stock_class(auto_class, whole, config), family)
-    with hf_loader(), reading_shown(checkpoint.client_tensors()) as tensors:
-        loaded: Any = own_class.from_pretrained(
-            None,
-            config=_with_one_block(whole, config),
-            state_dict=tensors,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported, and refused below
-        )
     model: RemoteModelMixin
-    model, info = loaded  # a pair because of output_loading_info, which transformers' annotations ignore
+    with reading_shown(checkpoint.client_tensors()) as tensors:
+        model, info = load_tensors(own_class, _with_one_block(whole, config), tensors, dtype)
     for name in checkpoint.require_fit(info, optional=() if auto_class is AutoModelForCausalLM else NEW_HEADS):
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)

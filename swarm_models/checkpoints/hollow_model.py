@@ -91,10 +91,7 @@ def hollow_class(
 
     class HollowModel(family.base_class):  # type: ignore[name-defined,misc]
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            with (
-                weight_init.no_init_weights(),
-                RangesOnCpu(),
-            ):  # everything is on the meta device here, and most of it is dropped at once
+            with weight_init.no_init_weights(), RangesOnCpu():  # on the meta device; most of it is dropped at once
                 super().__init__(config, *args, **kwargs)
             _hollow_out(self, family, hosted)
             if prepare is not None:
@@ -132,17 +129,23 @@ def load_hollow_model(
 
     Returns the model and transformers' loading info (missing, unexpected and mismatched keys).
     """
+    return load_tensors(hollow_class(family, hosted, prepare), config, {} if tensors is None else tensors, dtype)
+
+
+def load_tensors(
+    model_class: Any, config: PreTrainedConfig, tensors: dict[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
+    """Build a model on the CPU, and load ``tensors`` into it with the stock loader; return its loading info, too."""
     with hf_loader():
-        loaded: Any = hollow_class(family, hosted, prepare).from_pretrained(
+        model, info = model_class.from_pretrained(
             None,
             config=config,
-            state_dict={} if tensors is None else tensors,
+            state_dict=tensors,
             dtype=dtype,
             ignore_mismatched_sizes=True,  # the caller reports mismatches as an error
             output_loading_info=True,
         )
-    hollow, info = loaded  # a pair because of output_loading_info, which transformers' annotations ignore
-    return hollow, info
+    return model, info
 
 
 def load_whole_model(checkpoint: ModelCheckpoint) -> PreTrainedModel:
@@ -161,15 +164,7 @@ def load_whole_model(checkpoint: ModelCheckpoint) -> PreTrainedModel:
         model_class = AutoModelForCausalLM._model_mapping[type(checkpoint.config)]
     except KeyError:
         raise UnsupportedModel(f"models of type {checkpoint.config.model_type!r} write no text") from None
-    with hf_loader():
-        model, info = model_class.from_pretrained(
-            None,
-            config=checkpoint.config,
-            state_dict=checkpoint.stored(lambda _name: True),
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # require_fit below reports mismatches
-            output_loading_info=True,
-        )
+    model, info = load_tensors(model_class, checkpoint.config, checkpoint.stored(lambda _name: True), torch.float32)
     checkpoint.require_fit(info)
     if checkpoint.generation_config is not None:
         model.generation_config = checkpoint.generation_config

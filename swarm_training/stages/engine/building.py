@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
-from swarm_models.checkpoints.hollow_model import hf_loader
+from swarm_models.checkpoints.hollow_model import load_tensors
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import add_boundaries
@@ -76,14 +76,4 @@ def _load(
     init_weights: InitWeights,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Return a model in fp32 on the CPU, and transformers' loading info."""
-    own_class: Any = stage_class(layout, init_weights)
-    with hf_loader():
-        model, info = own_class.from_pretrained(
-            None,
-            config=config_of(source.config, layout),
-            state_dict=tensors,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # they are reported, and the caller refuses them
-            output_loading_info=True,
-        )
-    return model, info
+    return load_tensors(stage_class(layout, init_weights), config_of(source.config, layout), tensors, torch.float32)
