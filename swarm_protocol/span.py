@@ -42,6 +42,9 @@ class Span:
     def covers(self, other: Span) -> bool:
         return self.start <= other.start and other.end <= self.end
 
+    def overlaps(self, other: Span) -> bool:
+        return self.start < other.end and other.start < self.end
+
     def __str__(self) -> str:
         return f"{self.start}:{self.end}"
 

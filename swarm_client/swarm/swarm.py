@@ -489,7 +489,7 @@ class Swarm:
     def to_try(self, span: Span, avoid: Collection[str]) -> list[ServerRecord]:
         """Return unproven servers of some of these blocks: all of them, or a random choice if there are many."""
         servers, _ = self._usable(self._banned() | dict.fromkeys(avoid, FAILED) | dict.fromkeys(self._trust.worked, ""))
-        found = [s for s in servers.servers if s.span.start < span.end and span.start < s.span.end]
+        found = [s for s in servers.servers if span.overlaps(s.span)]
         return random.sample(found, min(len(found), _MAX_TRIED))
 
     def _costs_among(self, servers: SwarmView, optimistic: bool, need_tokens: int = 0, pushes: bool = True) -> Costs:

@@ -83,9 +83,12 @@ async def start_joined(
     on_wait: Callable[[float], None] = lambda _: None,
     is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
 ) -> DHTNode:
-    """Start a node and join through the initial peers (see ``join_through``), or start a new DHT if there are none.
+    """Start a node and join through the initial peers, or start a new DHT if there are none.
 
-    ``is_reachable`` runs before other peers learn of the node. If it returns False, the node only queries other peers.
+    Peers that exist but do not answer, because they are frozen or busy, are retried for up to ``timeout_s``. A retry
+    needs ``are_alive`` to return true, or a libp2p connection to one of the peers. ``on_wait`` is called once, with the
+    longest possible wait in seconds. ``is_reachable`` runs before other peers learn of the node. If it returns False,
+    the node only queries other peers.
 
     Raises:
         NoSwarm: no initial peer answered. JoinRefused: a peer answered, but this node may not join.
@@ -96,55 +99,38 @@ async def start_joined(
     node = await dht_node.start(identity, listening)
     node.initial_peers = tuple(initial_peers)
     async with awaited_on_error(lambda: dht_node.stop(node)):  # nobody else knows the node
-        try:
-            if initial_peers and is_reachable is not None:
+        if initial_peers:
+            if is_reachable is not None:
                 dht_node.set_serving(node, await is_reachable(node.p2p))
-            if initial_peers and not await join_through(
-                node, initial_peers, timeout_s, are_alive=are_alive, on_wait=on_wait
-            ):
-                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
-        except ValidationError as error:
-            raise refused(error) from None
+            await _join(node, timeout_s, are_alive, on_wait)
     return node
 
 
-async def join_through(
-    node: DHTNode,
-    addresses: Sequence[str],
-    timeout_s: float,
-    *,
-    are_alive: Callable[[], bool],
-    on_wait: Callable[[float], None],
-) -> bool:
-    """Make the node join the DHT of the peers at the addresses; return whether one of them answered.
-
-    Peers that exist but do not answer, because they are frozen or busy, are retried for up to ``timeout_s``. A retry
-    needs ``are_alive`` to return true, or a libp2p connection to one of the peers. ``on_wait`` is called once, with the
-    longest possible wait in seconds.
-
-    Raises:
-        ValidationError: the clock of this machine differs from the swarm's.
-    """
+async def _join(
+    node: DHTNode, timeout_s: float, are_alive: Callable[[], bool], on_wait: Callable[[float], None]
+) -> None:
+    """Make the node join the DHT of its initial peers; raise NoSwarm or JoinRefused if it cannot."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
     usual_timeout_s = node.protocol.wait_timeout
     try:
-        while not await bootstrap(node, addresses, joins=True):
+        while not await bootstrap(node, node.initial_peers, joins=True):
             left_s = deadline - clock()
-            if left_s < _RETRY_S or not (are_alive() or await _is_connected(node, addresses)):
-                return False
+            if left_s < _RETRY_S or not (are_alive() or await _is_connected(node)):
+                raise NoSwarm(f"no initial peer answered: {', '.join(node.initial_peers)}")
             if node.protocol.wait_timeout != _LONG_PING_S:
                 node.protocol.wait_timeout = _LONG_PING_S
                 on_wait(left_s)
             await asyncio.sleep(_RETRY_S)
+    except ValidationError as error:
+        raise refused(error) from None
     finally:
         node.protocol.wait_timeout = usual_timeout_s
-    return True
 
 
-async def _is_connected(node: DHTNode, addresses: Sequence[str]) -> bool:
-    """Return whether libp2p has a connection to one of the peers, even if the process behind its daemon hangs."""
-    wanted = {address.rpartition("/p2p/")[2] for address in addresses}
+async def _is_connected(node: DHTNode) -> bool:
+    """Return whether libp2p has a connection to an initial peer, even if the process behind its daemon hangs."""
+    wanted = {address.rpartition("/p2p/")[2] for address in node.initial_peers}
     return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
 
 

@@ -291,7 +291,7 @@ class Dht:
             split = (shard for shard, (_, is_split) in zip(level, found, strict=True) if is_split)
             level = [child for shard in split for child in shards.children(shard, num_blocks, part)]
         there = (record for record in _latest(records) if record.state is not ServerState.OFFLINE)
-        return SwarmView.of(record for record in there if part is None or _overlap(record.span, part))
+        return SwarmView.of(record for record in there if part is None or part.overlaps(record.span))
 
     async def models(self) -> dict[str, int]:
         """Return the names of the models in this swarm, with the block count that most of their servers claim."""
@@ -403,10 +403,6 @@ def _latest(records: Iterable[ServerRecord]) -> Collection[ServerRecord]:
         if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:
             latest[record.peer_id] = record
     return latest.values()
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one.start < other.end and other.start < one.end
 
 
 def _valid(items: Mapping[Any, Any]) -> list[ServerRecord]:

@@ -24,16 +24,12 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype, *, is_i
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
         return "torch" if few_rows_kernel(device, dtype) is None else "triton"
-    return _cpu_product(method, is_in_group) if method in OURS and device.type == "cpu" else "bitsandbytes"
-
-
-def _cpu_product(method: str, is_in_group: bool) -> str:
+    if method not in OURS or device.type != "cpu":
+        return "bitsandbytes"
     library, kind = kernel(), fastest()
-    if method == "int4" or is_in_group:
-        return "torch" if library is None else library.name
-    if kind is KernelWeight and library is not None:
+    if library is not None and (method == "int4" or is_in_group or kind is KernelWeight):
         return library.name
-    return "fbgemm" if kind is FbgemmWeight else "torch"
+    return "fbgemm" if method == "int8" and kind is FbgemmWeight else "torch"
 
 
 def described(method: str, device: torch.device, dtype: torch.dtype, *, is_in_group: bool = False) -> str:

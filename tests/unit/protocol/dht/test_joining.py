@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_protocol.dht import bootstrap
+from swarm_protocol.errors import NoSwarm
 from tests.worlds.virtual_time import run_virtually
 
 TIMEOUT_S = 30.0
@@ -18,6 +19,7 @@ class UnansweredNode:
     """A node whose initial peers do not answer, and to whom libp2p has no connection."""
 
     def __init__(self) -> None:
+        self.initial_peers = (PEER,)
         self.protocol = SimpleNamespace(wait_timeout=3.0)
         self.p2p = self
 
@@ -36,10 +38,8 @@ def test_a_peer_that_ends_is_waited_for_no_longer(lives_s: float, monkeypatch: p
 
     async def joining() -> float:
         clock = asyncio.get_running_loop().time
-        has_joined = await bootstrap.join_through(
-            UnansweredNode(), [PEER], TIMEOUT_S, are_alive=lambda: clock() < lives_s, on_wait=said.append
-        )
-        assert not has_joined
+        with pytest.raises(NoSwarm, match=PEER):
+            await bootstrap._join(UnansweredNode(), TIMEOUT_S, lambda: clock() < lives_s, said.append)
         return clock()
 
     took_s = run_virtually(joining())
