@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from transformers.cache_utils import LinearAttentionLayer
@@ -48,10 +48,13 @@ from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_lay
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
 
-if TYPE_CHECKING:
-    from swarm_server.metrics.throughput import Meter
-
 _CPU = torch.device("cpu")
+
+
+class BatchMeter(Protocol):
+    """A recorder of every batch: its number of blocks, rows and new tokens, and how long it took."""
+
+    def add(self, num_blocks: int, num_rows: int, num_tokens: int, seconds: float, num_sessions: int) -> None: ...
 
 
 class Engine:
@@ -69,7 +72,7 @@ class Engine:
         self._stack = stack
         self.layout = StackLayout.probe(stack)
         self.prefix_cache = prefix_cache
-        self.meter: Meter | None = None
+        self.meter: BatchMeter | None = None
         self.counters = Counters()
         for index in stack.span:
             stack.original(index).register_forward_hook(lambda *_call: self.counters.run_block())
@@ -81,7 +84,7 @@ class Engine:
         self.ways = fastest_ways(stack, self.layout, self._try_rows)
         self._token_by_token = self.layout.has_states and not can_go_on(self)
 
-    def report_to(self, meter: Meter, counters: Counters) -> None:
+    def report_to(self, meter: BatchMeter, counters: Counters) -> None:
         """Report all work to these from now on."""
         self.meter, self.counters = meter, counters
         self.stateless.report_to(counters)

@@ -91,7 +91,7 @@ def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loopback is the local network, where nobody who has a name already is far."""
     monkeypatch.setattr(lan_discovery, "SERVICE", SERVICE)
-    monkeypatch.setattr(lan_discovery, "_LOCAL", [ipaddress.ip_network("127.0.0.0/8")])
+    monkeypatch.setattr(lan_discovery, "LOCAL_NETWORKS", [ipaddress.ip_network("127.0.0.0/8")])
     monkeypatch.setattr(lan_discovery, "_MORE_S", 0.03)
     monkeypatch.setattr(zeroconf_core, "_CHECK_TIME", 50)
 
