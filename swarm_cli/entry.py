@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    if not sys.argv[1:] and sys.stdin.isatty() and sys.stdout.isatty():
+    if not sys.argv[1:] and _is_at_terminal():
         sys.argv += _chosen()
     from swarm_cli.parsers import COMPLETION, CONFIG, EXPERTS, HELP, SERVER, TRAIN, all_parsers
 
@@ -63,6 +63,10 @@ def _run() -> None:
 
         argv = ["keys", "grant", *sys.argv[4:]] if command == [TRAIN] else sys.argv[1:]
         client(argv, HELP, all_parsers)
+
+
+def _is_at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _chosen() -> list[str]:
