@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 
 from swarm_protocol.net.hosts import host_port, split_address
@@ -87,7 +88,7 @@ class Lobby:
         self.address, self.name = host_port(host, port), hello.name
         self._links: list[MemberLink] = []
         self._lock = threading.Lock()
-        self._greeted = threading.Semaphore(_MOST_GREETED)
+        self._greeted: list[socket.socket] = []
         self._is_open = True
         self._closed = threading.Event()
         threading.Thread(target=self._let_in, name="lobby of the group", daemon=True).start()
@@ -133,15 +134,25 @@ class Lobby:
                 self._receive(connection, host)
 
     def _receive(self, connection: socket.socket, host: str) -> None:
-        """Greet the other end in a thread of its own, because it may be silent. If that must not be, close."""
-        if not self._is_open or not self._greeted.acquire(blocking=False):
+        """Greet the other end in a thread of its own, because it may be silent. The oldest of too many must go."""
+        if not self._is_open:
             connection.close()
             return
+        with self._lock:
+            too_many = self._greeted[: max(0, len(self._greeted) + 1 - _MOST_GREETED)]
+            self._greeted.append(connection)
+        for silent in too_many:
+            with suppress(OSError):  # it has just ended
+                silent.shutdown(socket.SHUT_RDWR)
         try:
             threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
         except RuntimeError:  # the system gives no thread
-            self._greeted.release()
+            self._end_greeting(connection)
             connection.close()
+
+    def _end_greeting(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._greeted.remove(connection)
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         try:
@@ -151,7 +162,7 @@ class Lobby:
             _logger.warning("%s is not let into the group: %s", host, error)
             return
         finally:
-            self._greeted.release()
+            self._end_greeting(connection)
         with self._lock:
             if self._is_open:
                 self._links.append(link)

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,13 +186,16 @@ def test_a_process_that_is_left_out_lets_nobody_in_any_more(monkeypatch: pytest.
 
 
 def test_silent_connections_keep_nobody_out() -> None:
-    with member() as (leader, lobby):
+    with member() as (leader, lobby), ExitStack() as cleanup:
         leader.lead()
         host, _, port = lobby.address.rpartition(":")
-        with socket.create_connection((host, int(port))):
-            link = connected_to_leader(lobby.address, KEY, HELLO, 5)
-            wait_for(lobby.waiting, "the follower waits")
-            assert link.is_connected()
+        silent = [cleanup.enter_context(socket.create_connection((host, int(port)))) for _ in range(20)]
+        link = connected_to_leader(lobby.address, KEY, HELLO, 0.5)  # at the first attempt
+        wait_for(lobby.waiting, "the follower waits")
+        assert link.is_connected()
+        silent[0].settimeout(10)
+        while silent[0].recv(100):  # the leader has closed it, after its own key
+            pass
 
 
 def test_a_follower_without_a_place_looks_for_the_leader_again(caplog: pytest.LogCaptureFixture) -> None:
