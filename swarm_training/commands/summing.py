@@ -16,7 +16,7 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_protocol.wire.printable import printable
 from swarm_training.commands.watching import as_json as view_as_json
 from swarm_training.commands.watching import held_out_line, title_line
-from swarm_training.contract.run_like import RunView
+from swarm_training.contract.views import RunView
 from swarm_training.ledger.archive import read_rounds
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.runfile.settings import RunFile

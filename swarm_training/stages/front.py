@@ -182,7 +182,7 @@ def _look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
 
 def _stage_runs(file: RunFile, who: Joining) -> list[Joining]:
     from swarm_training.stages.commands.building import require_stages
-    from swarm_training.stages.peer.run_stages import stage_run
+    from swarm_training.stages.routing.run_stages import stage_run
 
     size = require_stages(file)
     names = [stage_run(file.run.name, stage) for stage in range(file.stages.count)]
