@@ -186,9 +186,10 @@ def read(directory: Path) -> Checkpoint:
 
 
 def _read_plain(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = _tensors(directory / MODEL, facts["digest"])
     optimizer = _tensors(directory / OPTIMIZER, facts["optimizer_digest"])
     return {
-        "parameters": _tensors(directory / MODEL, facts["digest"]),
+        "parameters": parameters,
         "optimizer": unflatten(FlatState(optimizer, facts.get("optimizer"))),
         "scheduler": unflatten(FlatState({}, facts.get("scheduler"))),
     }
