@@ -25,8 +25,9 @@ class ContentHash:
 
     def __init__(self, seed: bytes, before: ContentHash | None = None) -> None:
         """Start a hash, or continue one. ``seed``: whatever else the result depends on, such as the blocks."""
-        self._num_tokens: int = 0 if before is None else before._num_tokens
-        self._digest: hashlib._Hash = hashlib.sha256(seed) if before is None else before._digest.copy()
+        self._digest, self._num_tokens = hashlib.sha256(seed), 0
+        if before is not None:
+            self._digest, self._num_tokens = before._digest.copy(), before._num_tokens
 
     def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
         """Return the hash after ``content``, [tokens, bytes per token] uint8, and the digests of newly full pages."""
