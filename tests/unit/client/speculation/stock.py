@@ -60,8 +60,8 @@ class _Local:
     """The part of ``RemoteModelMixin`` that guesses, without its refusals."""
 
     speculation = Speculation(None)
-    company = _Alone()
     _family = SimpleNamespace(cache_argument=cache_argument_of(LlamaForCausalLM.forward))
+    _shared_loop = _Alone()
 
     def _sample(
         self,
@@ -77,7 +77,7 @@ class _Local:
         cache = options.get(self._family.cache_argument)
         guesses = self.speculation.draft is not None and cache is not None
         if guesses and may_speculate(input_ids, generation_config, synced_gpus, options):
-            output = speculative_sample(self, *arguments, streamer, LocalSession(cache), self.company, options)
+            output = speculative_sample(self, *arguments, streamer, LocalSession(cache), self._shared_loop, options)
             if output is not None:
                 return output
         return super()._sample(*arguments, synced_gpus, streamer, **options)

@@ -115,6 +115,6 @@ class Others:
 def test_only_a_text_that_others_would_compute_alike_is_handed_over(gpt2, monkeypatch, options, are_alike, joins):
     plain = written(gpt2, Speculation(None), **options)
     others = Others(are_alike)
-    monkeypatch.setattr(gpt2, "company", others)
+    monkeypatch.setattr(gpt2, "_shared_loop", others)
     assert written(gpt2, Always(KnowingDraft([plain], 0.8), 1, 3), **options) == plain
     assert others.ends == ([Ends(frozenset(), NEW_TOKENS - 1)] if joins else [])
