@@ -13,7 +13,7 @@ IDLE_S = 5.0  # how long a session may hold more room than it uses
 TURN_S = 10.0  # how long others wait before a client that exceeds its fair share is preempted
 
 
-def _place_of(caller: Caller) -> str:
+def _location(caller: Caller) -> str:
     """Return the caller's address, or its own name if its address does not identify it."""
     return caller.address or caller.peer_id
 
@@ -27,7 +27,7 @@ class Held:
 
     def add(self, caller: Caller, size_bytes: int) -> None:
         self.by_client[caller.peer_id] += size_bytes
-        self.by_place[_place_of(caller)] += size_bytes
+        self.by_place[_location(caller)] += size_bytes
 
 
 class FairShares:
@@ -41,17 +41,17 @@ class FairShares:
         self._capacity = capacity
         different = {caller.peer_id: caller for caller in callers}
         self._num_callers = len(different)
-        self._at = Counter(map(_place_of, different.values()))
+        self._at = Counter(map(_location, different.values()))
 
     def of(self, caller: Caller) -> float:
         """Return the share of one of the callers."""
-        return max(self._capacity / self._num_callers, self._capacity / len(self._at) / self._at[_place_of(caller)])
+        return max(self._capacity / self._num_callers, self._capacity / len(self._at) / self._at[_location(caller)])
 
     def exceeds(self, caller: Caller, held: Held) -> bool:
         """Return whether the caller exceeds its share, or all callers at its address exceed half of the whole."""
         if held.by_client[caller.peer_id] > self.of(caller):
             return True
-        return len(self._at) > 1 and held.by_place[_place_of(caller)] > self._capacity / 2
+        return len(self._at) > 1 and held.by_place[_location(caller)] > self._capacity / 2
 
 
 @dataclass(frozen=True)
