@@ -173,7 +173,7 @@ POLICIES = [
     "swarm_server/placement/slow_follower.py",
     "swarm_server/queueing/fair_queue.py",
     "swarm_server/queueing/prompt_order.py",
-    "swarm_training/stages/peer/barrier.py",
+    "swarm_training/stages/routing/barrier.py",
     "swarm_training/stages/routing/run_stages.py",
     "swarm_training/stages/placement/stage_choice.py",
     "swarm_training/stages/resume/agreement.py",

@@ -27,13 +27,13 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer import barrier
 from swarm_training.stages.peer.counting import Counting, InThread
 from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.resuming import ResumedState, Resuming
 from swarm_training.stages.peer.shared import SharedGradients
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing import barrier
 from swarm_training.stages.routing.speed import ComputeSpeed
 
 if TYPE_CHECKING:

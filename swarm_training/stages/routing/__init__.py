@@ -1,1 +1,1 @@
-"""The pure decisions of a trainer: which peer it asks, what a step still lacks, and which trainer computes it."""
+"""Pure decisions: which peer a trainer asks, what a step lacks, which trainer computes it, and when stages step."""

@@ -9,7 +9,7 @@ import pytest
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.peer.barrier import global_squared_norm, is_stranded, may_step, went_back_to
+from swarm_training.stages.routing.barrier import global_squared_norm, is_stranded, may_step, went_back_to
 from swarm_training.stages.routing.run_stages import RunStages, StageMember
 
 NOW = Moment(0, 5)
