@@ -16,7 +16,6 @@ from torch import Tensor
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
-from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
 from swarm_training.core.config import NUM_REPLICAS, TrainingConfig
 from swarm_training.core.moment import Moment
@@ -31,32 +30,23 @@ from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import ModeratorOrder, Orders
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.progress import policy
 from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
 from swarm_training.rollback.kept import KeptCheckpoints
-from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
+from swarm_training.rollback.restarting import offer_of
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
 from swarm_training.run.meetings import NO_LOSS, Averager, Decisions, Environment, GradientCompression
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
-from swarm_training.run.transfer import (
-    Arrival,
-    Downloaded,
-    Offer,
-    OfferedState,
-    OwnOffer,
-    StateServer,
-    compare,
-    download,
-    download_checkpoint,
-    download_offered,
-)
+from swarm_training.run.transfer.arrival import Arrival
+from swarm_training.run.transfer.downloads import StateDownloads
+from swarm_training.run.transfer.giving import Offer, OwnOffer, StateServer
+from swarm_training.run.transfer.receiving import Downloaded, compare
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
@@ -72,6 +62,7 @@ class TrainingPeer:
     """One peer of a run, used from one event loop. It answers the requests of other peers, see ``PeerHandlers``.
 
     Attributes:
+        downloads: the downloads of states that other peers have.
         replicas: checkpoints of another run that this peer keeps for that run.
         stored: checkpoints that earlier processes have left on the disk.
         evaluator: this peer's part in evaluations of the run on held-out data.
@@ -104,17 +95,19 @@ class TrainingPeer:
         self._config = config
         self._network, self._board = network, board = environment.network, environment.board
         self._state = state
-        self._rng, self._in_thread = rng, in_thread = environment.rng, environment.in_thread
+        self._in_thread = in_thread = environment.in_thread
+        rng = environment.rng
         kept, self.replicas = _stores(config, own.run)
         self.stored = StoredCheckpoints(config.lasting_directory, digest_of)
-        self.rollbacks = Rollbacks(config, self._moderation, self._checkpoint_of, in_thread, rng, kept)
+        known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size, config.max_samples)))
+        self.ledger = known.ledger
+        self.downloads = StateDownloads(config, self._standing, environment, state, self.ledger.organiser is None)
+        self.rollbacks = Rollbacks(config, self._moderation, self.downloads.checkpoint, in_thread, rng, kept)
         self.offer = Offer()
         self._own_offer = OwnOffer(state)
         stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored, self._own_offer)
         self._state_server = StateServer(state, stores, in_thread)
         self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
-        known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size, config.max_samples)))
-        self.ledger = known.ledger
         crediting = Crediting(self.ledger, member, lambda: self._standing.own.moment)
         self._book = Book(
             self.ledger, crediting, known.archive, network, lambda: self.view().others, self._newest, in_thread, rng
@@ -133,7 +126,6 @@ class TrainingPeer:
         self.meet, self.reduce, self.fetch = self._averager.meet, self._averager.reduce, self._averager.fetch
         self._measured_s: float | None = None
         self._averaging: asyncio.Task[Averaged | WentBack | None] | None = None
-        self._no_state = "none that can be called has one"  # why a download has failed
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -197,30 +189,6 @@ class TrainingPeer:
                 " ".join(addresses),
             )
             await asyncio.sleep(self._config.restart_wait_s)
-
-    async def newer_state(self, own: Moment, refused: Collection[bytes]) -> OfferedState | None:
-        """Return the newest state that peers offer; None if none is newer than the one of moment ``own``. States with a
-        digest in ``refused``, and those that nobody gives, are left out."""
-        without = set(refused)
-        while True:
-            offers = {
-                peer: each.kept
-                for peer in self.table.heard(now(), {JOINING})
-                for each in peer.offers[:1]
-                if each.kept.state_digest not in without
-            }
-            best = newest_shown(offer_of(own, b""), list(offers.values()), self.ledger.organiser is None)
-            if moment_of(best) == own:
-                return None
-            for source in [peer for peer, kept in offers.items() if kept == best and peer.is_reachable]:
-                try:
-                    data, evaluations = await download_offered(
-                        self._network, source, self._state, best.state_digest, self._in_thread
-                    )
-                    return OfferedState(moment_of(best), best.state_digest, evaluations, data)
-                except (SwarmError, TimeoutError, ValueError) as error:
-                    _logger.warning("%s does not give the checkpoint that it offers: %s", source.peer_id, error)
-            without.add(best.state_digest)
 
     async def find_others(self) -> None:
         """Find other peers of this run.
@@ -541,7 +509,7 @@ class TrainingPeer:
             if source.is_reachable and source.kept is not None and source.kept.step == wanted:
                 digest = source.kept.state_digest
                 try:
-                    data = await self._checkpoint_of(source, digest)
+                    data = await self.downloads.checkpoint(source, digest)
                     await self._in_thread(partial(kept.keep, wanted, digest, data, source.kept.lineage))
                 except (SwarmError, TimeoutError, ValueError, OSError) as error:
                     _logger.debug("%s does not give its checkpoint: %s", source.peer_id, error)
@@ -566,41 +534,6 @@ class TrainingPeer:
             evaluations=self.evaluator.history,
             has_ended=bool(self.evaluator.reason_to_end),
         )
-
-    async def _checkpoint_of(self, source: Progress, digest: bytes) -> StateFile:
-        return await download_checkpoint(self._network, source, self._state, digest, self._in_thread)
-
-    async def download(self) -> Downloaded | None:
-        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it. Peers
-        that refuse are asked a second time, for their newest state then: a step may have overtaken the first one.
-
-        Raises:
-            ValueError: a source trains another model than this peer, which has not joined yet.
-        """
-        for may_ask_again in (True, False):
-            sources = list(policy.sources_of_state(self.view()))
-            self._rng.shuffle(sources)
-            for source in sources:
-                try:
-                    return await download(self._network, source, self._state, self._in_thread)
-                except (SwarmError, TimeoutError, ValueError) as error:
-                    if not isinstance(error, SwarmError | TimeoutError) and not self.own.state_digest:
-                        raise
-                    _logger.debug("%s does not give its state: %s", source.peer_id, error)
-                    self._no_state = f"{source.peer_id}: {str(error) or 'it is too slow'}"
-                    if not (may_ask_again and isinstance(error, PeerUnavailable)):
-                        self.table.suspect(source.peer_id)
-        await asyncio.sleep(self._config.poll_s)
-        return None
-
-    def no_state(self) -> PeerUnavailable:
-        """Return the error of a peer that cannot join, because no peer gives the state."""
-        return PeerUnavailable(f"no peer of the run has given its state: {self._no_state}")
-
-    async def refuse(self, downloaded: Downloaded, error: Exception) -> None:
-        """Suspect the source of a download that is not a valid state, or can no longer be read."""
-        _logger.warning("%s has not given its state: %s", downloaded.source, error)
-        self.table.suspect(downloaded.source)
 
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> bool:
         """Record that the state was taken over. Return whether it is the state that most peers had at that moment."""

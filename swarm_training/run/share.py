@@ -23,7 +23,7 @@ from swarm_training.progress import policy
 from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState, require_finite
-from swarm_training.run.transfer import OfferedState
+from swarm_training.run.transfer.receiving import OfferedState
 
 PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
 _logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class GradientAccumulator:
         """Take over the newest state that peers offer, if it is newer than the one of moment ``own``, and return it."""
         refused: set[bytes] = set()
         while True:
-            newer: OfferedState | None = yield self._peer.newer_state(own, refused)
+            newer: OfferedState | None = yield self._peer.downloads.newest_offered(own, refused)
             if newer is None:
                 return None
             step = newer.moment.step
@@ -133,13 +133,13 @@ class GradientAccumulator:
 
     def load(self) -> PeerCalls:
         """Take over the state that most other peers have, and drop gradients that belong to an older state."""
-        downloaded = yield self._peer.download()
+        downloaded = yield self._peer.downloads.newest()
         if downloaded is None:
             return
         try:
             self._state.load(downloaded.arrival.moment, downloaded.data)
         except (ValueError, UnreadableState) as error:
-            yield self._peer.refuse(downloaded, error)
+            yield self._peer.downloads.refuse(downloaded, error)
             return
         self._clear()
         digest = self._state.digest()

@@ -326,7 +326,7 @@ class TrainingRun:
         while not peer.own.state_digest:
             self._drive(self._share.load())
             if time.monotonic() > deadline_s and not peer.own.state_digest:
-                raise peer.no_state()
+                raise peer.downloads.no_state()
         network_loop.run(self._withdraw_offers())
 
     async def _withdraw_offers(self) -> None:

@@ -23,7 +23,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.run.state import TrainedState
-from swarm_training.run.transfer import download, download_checkpoint
+from swarm_training.run.transfer.receiving import download, download_checkpoint
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import build, stage_options, training_config
 from swarm_training.stages.engine.export import export, export_adapter

@@ -16,7 +16,7 @@ from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.core.network import Network
 from swarm_training.core.record import PRESENT, Kept, Progress
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.transfer import download_replica
+from swarm_training.run.transfer.receiving import download_replica
 from swarm_training.stages.peer.watch import RunWatch
 
 _LOOK_S = 0.5

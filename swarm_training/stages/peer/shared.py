@@ -24,7 +24,7 @@ from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.meeting.attending import Averaged
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.transfer import download_offer
+from swarm_training.run.transfer.receiving import download_offer
 from swarm_training.stages.peer.watch import RunWatch
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]

@@ -269,14 +269,14 @@ class StagePeer:
         Raises:
             ValueError: the others train another model than this peer, which has not joined yet.
         """
-        downloaded = await self.peer.download()
+        downloaded = await self.peer.downloads.newest()
         if downloaded is None:
             return False
         moment = downloaded.arrival.moment
         try:
             digest = await self._take_over(partial(self._state.load, moment, downloaded.data))
         except (ValueError, UnreadableState) as error:
-            await self.peer.refuse(downloaded, error)
+            await self.peer.downloads.refuse(downloaded, error)
             return False
         is_right = await self.peer.loaded(downloaded, digest)
         if is_right:

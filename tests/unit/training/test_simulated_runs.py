@@ -316,7 +316,7 @@ def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> None:
         for liar in peers[:3]:
             liar.peer._state_server.parts = lying
         joiner, honest = SimulatedPeer.make(world, 4, target=40), peers[3].peer.own.peer_id
-        joiner.peer._rng.shuffle = lambda sources: sources.sort(key=lambda source: source.peer_id == honest)
+        joiner.peer.downloads._rng.shuffle = lambda sources: sources.sort(key=lambda source: source.peer_id == honest)
         await joiner.enter()
         assert len(asked) == 3 and torch.equal(joiner.history[2], peers[3].history[2])
         await all_done(start([*peers, joiner], 3))

@@ -18,9 +18,9 @@ from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConf
 from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.numerics.reproducible import squared_norm
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run import transfer
 from swarm_training.run.presence import PeerProcess
 from swarm_training.run.state import TrainedState
+from swarm_training.run.transfer import receiving
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -259,7 +259,7 @@ def test_frozen_parameters_are_compared_bit_for_bit() -> None:
     with pytest.raises(ValueError, match=r"frozen parameters is [0-9a-f]{16} here and [0-9a-f]{16} in the run"):
         there = state(others[0])
         header = pb.StateHeader(parameters=there.shapes, optimizer=there.optimizer_name, common=there.common)
-        transfer._require_same(header, state(base))
+        receiving._require_same(header, state(base))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

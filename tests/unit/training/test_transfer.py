@@ -14,7 +14,7 @@ from swarm_training.checkpoints import state_file
 from swarm_training.checkpoints.state_file import StateFile, UnreadableState
 from swarm_training.core.moment import Moment
 from swarm_training.run import state as states
-from swarm_training.run.transfer import compare, download
+from swarm_training.run.transfer.receiving import compare, download
 from tests.worlds.runs import SimulatedPeer, World, simulate
 from tests.worlds.virtual_time import at_once
 
@@ -60,7 +60,9 @@ def test_joiners_wait_for_a_slow_disk_and_share_one_file_and_who_compares_needs_
             joiner.state.load(each.arrival.moment, each.data)
             assert joiner.state.digest() == expected
 
-    monkeypatch.setattr("swarm_training.run.transfer._DISK_BYTES_PER_S", 1.0)  # the state has some hundred bytes
+    monkeypatch.setattr(
+        "swarm_training.run.transfer.receiving._DISK_BYTES_PER_S", 1.0
+    )  # the state has some hundred bytes
     simulate(scenario)
 
 
@@ -69,13 +71,13 @@ def test_a_giver_that_a_step_has_overtaken_is_asked_again(monkeypatch: pytest.Mo
         giver, joiner = await giver_and_joiner(monkeypatch, [])
         await joiner.peer.find_others()
         joiner.peer.start()
-        downloading = joiner.spawn(joiner.peer.download())
+        downloading = joiner.spawn(joiner.peer.downloads.newest())
         await asyncio.sleep(WRITES_S / 2)
         await giver.step(states.torch.ones(giver.state.length), samples=4)
         downloaded = await downloading
         assert downloaded is not None and downloaded.arrival.moment == giver.state.moment == Moment(0, 1)
 
-    monkeypatch.setattr("swarm_training.run.transfer._DISK_BYTES_PER_S", 1.0)
+    monkeypatch.setattr("swarm_training.run.transfer.receiving._DISK_BYTES_PER_S", 1.0)
     simulate(scenario)
 
 
@@ -84,8 +86,8 @@ def test_who_gets_no_state_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         giver, joiner = await giver_and_joiner(monkeypatch, [])
         await joiner.peer.find_others()
         giver.peer._state_server._arrivals.clear()
-        assert await joiner.peer.download() is None
-        assert f"{giver.peer_id}: the run has gone on" in str(joiner.peer.no_state())
+        assert await joiner.peer.downloads.newest() is None
+        assert f"{giver.peer_id}: the run has gone on" in str(joiner.peer.downloads.no_state())
 
     simulate(scenario)
 

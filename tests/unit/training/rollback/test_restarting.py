@@ -13,7 +13,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Kept
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
-from swarm_training.run.transfer import OfferedState
+from swarm_training.run.transfer.receiving import OfferedState
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
 
 WAITING = replace(CONFIG, restart_wait_s=10.0)

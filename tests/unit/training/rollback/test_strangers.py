@@ -18,7 +18,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING
 from swarm_training.core.signing import sign
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.run.transfer import download, download_checkpoint
+from swarm_training.run.transfer.receiving import download, download_checkpoint
 from tests.unit.training.test_records import record
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, simulate
