@@ -11,6 +11,7 @@ import pytest
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.net.membership import RunMembership
 from swarm_training.stages.peer.presence import WatchPresence
+from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.micro_batches import BlockMicroBatches
 from swarm_training.stages.trainer.presence import train
@@ -22,7 +23,8 @@ def test_who_finds_a_stage_empty_waits_as_long_as_was_said(monkeypatch: pytest.M
         pass
 
     async def enter(*_arguments: object) -> Any:
-        watch = SimpleNamespace(view=lambda: SimpleNamespace(moment=None, stages=({"Qm": 1}, {})))
+        watch = RunWatch.__new__(RunWatch)
+        watch.view = lambda: SimpleNamespace(moment=None, stages=({"Qm": 1}, {}))  # type: ignore[method-assign]
         return SimpleNamespace(watch=watch, network=None, board=SimpleNamespace(node=None), leave=leave)
 
     async def trained() -> None:
