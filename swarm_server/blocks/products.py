@@ -24,8 +24,10 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype, *, is_i
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
         return "torch" if few_rows_kernel(device, dtype) is None else "triton"
-    if method not in OURS or device.type != "cpu":
-        return "bitsandbytes"
+    return _cpu_product(method, is_in_group) if method in OURS and device.type == "cpu" else "bitsandbytes"
+
+
+def _cpu_product(method: str, is_in_group: bool) -> str:
     library, kind = kernel(), fastest()
     if library is not None and (method == "int4" or is_in_group or kind is KernelWeight):
         return library.name
