@@ -174,7 +174,7 @@ def test_the_hub_gets_each_checkpoint_that_is_due_and_a_hub_that_fails_ends_no_r
         if len(commits) == 1:
             raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(joining, "upload_to_hub", upload)
+    monkeypatch.setattr("swarm_training.checkpoints.store.upload_to_hub", upload)
     run = joined(replace(file, run=replace(file.run, hub="ada/run")), said := [])
     due = range(2, STEPS + 1, 2)
     assert commits == [(f"step-{step:09d}", "ada/run", f"run: step {step}") for step in due]
