@@ -142,10 +142,11 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
             link.ask(MemberRequest(LOAD, span.start, span.end))
     try:
         loaded = load(span, splitter.split_)
-    finally:  # also if that fails: these digests would be taken for those of the next span
-        _logger.info("waiting for the other members of the group to load blocks %s", span)
-        with links.exchange():
-            digests = [_received_digest(link) for link in links.links]
+    except BaseException:  # raised again
+        with suppress(GroupEnded):  # followers may fail as the leader does, whose error says why
+            _received_digests(links, span)  # which would be taken for those of the next span
+        raise
+    digests = _received_digests(links, span)
     with links.exchange():
         for link, digest in zip(links.links, digests, strict=True):
             if digest != splitter.digest():
@@ -157,6 +158,12 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
             "expected a larger model, or fewer members"
         )
     return loaded
+
+
+def _received_digests(links: LeaderLinks, span: Span) -> list[bytes]:
+    _logger.info("waiting for the other members of the group to load blocks %s", span)
+    with links.exchange():
+        return [_received_digest(link) for link in links.links]
 
 
 def _received_digest(link: MemberLink) -> bytes:

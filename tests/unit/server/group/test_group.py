@@ -91,7 +91,8 @@ def followers(
 
 def _follow(load: Callable, link: MemberLink, refusals: list[str] | None) -> None:
     try:
-        follow(load, link)
+        with suppress(CheckpointError):
+            follow(load, link)
     except HandshakeFailed as error:
         if refusals is None:
             raise
@@ -285,6 +286,18 @@ def test_a_span_that_the_leader_cannot_load_leaves_the_group_as_it_was(tmp_path:
         with pytest.raises(CheckpointError, match="the file is gone"):
             load_together(group, Span(4, 6), fail)
         assert load_together(group, SPAN, load).span == SPAN
+
+
+def test_a_span_that_no_member_can_load_fails_with_the_error_of_the_leader() -> None:
+    """A group that had ended would be formed again, and nobody would learn why it ends each time."""
+
+    def fail(*_arguments: object) -> None:
+        raise CheckpointError("the file is gone")
+
+    with followers(fail) as group:
+        with pytest.raises(CheckpointError, match="the file is gone"):
+            load_together(group, SPAN, fail)
+        assert group.failure is not None
 
 
 @pytest.mark.parametrize(("family", "end"), [("llama", 300), ("qwen3_next", 12)])  # so many are no decode steps
