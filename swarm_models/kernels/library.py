@@ -84,7 +84,7 @@ class Kernel(CompiledFunctions):
             library.swarm_use_openmp(gomp_parallel)
 
     def pack(self, q: torch.Tensor, packed: torch.Tensor) -> None:
-        """Pack q: [out, in] int8 -> packed: uint8, of ``packed_bytes``."""
+        """Pack q: [out, in] int8 -> packed: uint8, of ``KernelWeight.packed_bytes``."""
         self._library.swarm_pack(q.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
 
     def unpack(self, packed: int, first: int, q: torch.Tensor) -> None:
@@ -92,7 +92,10 @@ class Kernel(CompiledFunctions):
         self._library.swarm_unpack(packed, q.shape[1], first, first + len(q), q.data_ptr())
 
     def pack4(self, q: torch.Tensor, groups: torch.Tensor, packed: torch.Tensor) -> None:
-        """Pack q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16 -> packed: uint8, of ``packed4_bytes``."""
+        """Pack q: [out, in] uint8 from 0 to 15, groups: [out, groups] int16 -> packed: uint8.
+
+        ``packed`` has the length that ``KernelInt4Weight.packed_bytes`` returns.
+        """
         self._library.swarm_pack4(q.data_ptr(), groups.data_ptr(), *q.shape, packed.data_ptr(), torch.get_num_threads())
 
     def unpack4(self, packed: int, first: int, weight: torch.Tensor) -> None:
