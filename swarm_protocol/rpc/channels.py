@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 
 import grpc
@@ -48,8 +48,9 @@ class SharedChannels:
         while self._channels:
             _, connecting = self._channels.popitem()
             connecting.cancel()
-            with suppress(asyncio.CancelledError, SwarmError):
-                await (await connecting).close()
+            await asyncio.wait([connecting])
+            if has_result(connecting):
+                await connecting.result().close()
 
 
 class PinnedChannels(SharedChannels):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -101,6 +102,36 @@ async def test_who_waits_for_one_when_all_are_closed_hears_of_it(opened: Opened)
     assert caught.value.peer_id == "peer"
     await asyncio.wait(asking)
     assert asking[1].cancelled() and not opened
+
+
+async def test_connections_that_fail_meanwhile_keep_no_channel_open(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    await pinned.to("host:1", FINGERPRINT, "peer")
+
+    async def connect(*_: Any) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise OSError("the port of the tunnel is gone")
+
+    monkeypatch.setattr(pinned, "_connect", connect)
+    asking = asyncio.ensure_future(pinned.to("host:2", FINGERPRINT, "peer"))
+    await asyncio.sleep(0.5)
+    await pinned.close()
+    with pytest.raises(OSError, match="is gone"):
+        await asking
+    assert opened[0].is_closed
+
+
+async def test_closing_can_be_cancelled(opened: Opened) -> None:
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    await pinned.to("host:1", FINGERPRINT, "peer")
+    closing = asyncio.ensure_future(pinned.close())
+    await asyncio.sleep(0.5)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
 
 
 async def test_a_time_limit_is_kept_while_a_call_fails() -> None:
