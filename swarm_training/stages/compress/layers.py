@@ -34,11 +34,16 @@ class BoundaryCompression:
 
     @classmethod
     def parse(cls, name: str) -> BoundaryCompression:
-        """Return the layers of this name, which a run file has checked."""
+        """Return the layers of this name, which may be from the file beside a checkpoint. Raises ValueError if there
+        are none."""
         kind, _, factor = name.partition(":")
         if name == NONE:
             return cls(NONE, 1)
-        assert kind in KINDS, name
+        if kind not in KINDS or not (factor.isascii() and factor.isdigit()) or int(factor) < 2:
+            raise ValueError(
+                f"layers {name!r} between stages are unknown: expected {NONE}, or {' or '.join(KINDS)} with the factor "
+                "by which fewer numbers travel, at least 2, such as bottleneck:4"
+            )
         return cls(kind, int(factor))
 
     def width(self, hidden_size: int) -> int:
@@ -80,7 +85,7 @@ def boundary(name: str, hidden_size: int, seed: int = 0) -> tuple[nn.Module, nn.
         seed: the seed of this boundary, which must be different for each boundary of a run.
 
     Raises:
-        ValueError: the factor of the layers does not divide the hidden size.
+        ValueError: there are no layers of that name, or their factor does not divide the hidden size.
     """
     compression = BoundaryCompression.parse(name)
     width = compression.width(hidden_size)

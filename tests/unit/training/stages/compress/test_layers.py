@@ -112,6 +112,12 @@ def test_variance_is_kept_at_first(name: str) -> None:
     assert up(travels).std().item() == pytest.approx(1.0, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["", "bottle:4", "bottleneck", "bottleneck:1", "maxout:-2", "maxout:2.0", "none:2"])
+def test_layers_that_are_unknown_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected none, or bottleneck or maxout with the factor"):
+        boundary(name, HIDDEN)
+
+
 def test_a_factor_must_divide_the_hidden_size() -> None:
     with pytest.raises(ValueError, match="maxout:7 cannot stand between stages of hidden size 24"):
         boundary("maxout:7", HIDDEN)

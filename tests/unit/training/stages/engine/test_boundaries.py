@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.compress.layers import boundary
-from swarm_training.stages.engine.boundaries import FILE_NAME, install_boundaries
+from swarm_training.stages.engine.boundaries import FILE_NAME, install_boundaries, save_boundaries
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.export import export
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
@@ -136,6 +136,9 @@ def test_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     other = AutoModelForCausalLM.from_config(zoo.make_config("llama", num_hidden_layers=2))
     with pytest.raises(ValueError, match="are of another model"):
         install_boundaries(other, tmp_path)
+    save_boundaries(load_file(tmp_path / FILE_NAME), "funnel:2", tmp_path)
+    with pytest.raises(ValueError, match="layers 'funnel:2' between stages are unknown"):
+        install_boundaries(stock, tmp_path)
 
 
 def test_none_is_the_stock_model() -> None:
