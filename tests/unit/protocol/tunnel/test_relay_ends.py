@@ -125,6 +125,55 @@ async def test_identities_at_one_address_do_not_take_all_reservations_of_a_relay
     await held[-1][1]
 
 
+async def test_a_relay_refuses_and_says_why() -> None:
+    streams, held = MemoryStreams(), []
+    relay = Relay(streams, RelayLimits(servers=1, tunnels_of_caller=1))
+    await relay.start()
+
+    def ask(protocol: str, peer_id: str, request: Any) -> MemoryWriter:
+        stream, writer = stream_of(peer_id)
+        stream.reader.feed_data(framed(request.SerializeToString()))
+        held.append((stream, asyncio.ensure_future(streams.handlers[protocol](stream))))
+        return writer
+
+    async def reserved(peer_id: str) -> str:
+        writer = ask(RESERVE, peer_id, pb.Reserve(keepalive_s=300.0))
+        return (await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)).refusal
+
+    async def opened() -> str:
+        writer = ask(RELAY, "caller", pb.Open(target="server"))
+        return (await read_message(writer.written, pb.Opened, HELLO_TIMEOUT_S)).refusal
+
+    assert await opened() == "this relay has no such server"
+    assert await reserved("server") == ""
+    assert await reserved("other") == "there are 1 servers behind this relay already"
+    ask(RELAY, "caller", pb.Open(target="server"))
+    await until(lambda: streams.opened)
+    assert await opened() == "this peer has 1 tunnels through this relay already"
+    relay.may_relay = lambda: False
+    assert await reserved("third") == await opened() == "this member does not relay"
+    for stream, _ in held:
+        stream.abort()
+    streams.opened[0][0].abort()
+    await asyncio.wait_for(asyncio.gather(*(serving for _, serving in held)), HELLO_TIMEOUT_S)
+
+
+async def test_a_relay_that_relays_no_more_lets_its_servers_go() -> None:
+    streams = MemoryStreams()
+    relay = Relay(streams, RelayLimits())
+    await relay.start()
+    server, writer = stream_of("server")
+    server.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+    serving = asyncio.ensure_future(streams.handlers[RESERVE](server))
+    await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)
+    for _ in range(2):
+        server.reader.feed_data(b"+")
+        assert await writer.written.readexactly(1) == b"+"
+    relay.may_relay = lambda: False
+    server.reader.feed_data(b"+")
+    await asyncio.wait_for(serving, HELLO_TIMEOUT_S)
+
+
 async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the address of the caller could be met, or not."""
     monkeypatch.setattr(accepting, "hole_beside", lambda _relay_host: None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.access.swarm_access import SwarmAccess
+from swarm_protocol.errors import NoSwarm
 from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_server.core.config import ServerConfig
 from swarm_server.node import joining
@@ -95,6 +96,22 @@ def test_a_server_that_cannot_be_registered_says_so_once(tmp_path: Path, caplog:
     run(membership.keep())
     membership.leave()
     assert caplog.text.count("others of this machine will not find this server by themselves") == 1
+
+
+def test_a_daemon_that_does_not_start_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(FakeDht):
+        num_restarts = 0
+
+        async def restart(self) -> None:
+            self.num_restarts += 1
+            raise NoSwarm("the libp2p daemon did not start: no memory")
+
+    monkeypatch.setattr(joining, "_RESTARTS_S", (0.0, 0.01))
+    dht = Dead()
+    membership = SwarmMembership(ServerConfig(), LocalRegistry("mine", tmp_path), dht, [OWN])
+    with pytest.raises(NoSwarm, match="cannot be started again: the libp2p daemon did not start: no memory"):
+        run(membership.restart_daemon())
+    assert dht.num_restarts == 2
 
 
 HOST, LAN = "192.168.1.5", "/ip4/192.168.1.7/tcp/3/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
