@@ -15,6 +15,7 @@ from zeroconf.asyncio import AsyncServiceInfo
 
 from swarm_protocol.dht import lan_discovery
 from swarm_protocol.dht.lan_discovery import LanDiscovery, member_addresses, require_zeroconf
+from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Identity
 from tests.unit.support import until
 
@@ -245,3 +246,13 @@ async def test_addresses_elsewhere_are_not_advertised() -> None:
     async with discovering("mine") as (server,):
         assert not await advertise(server, address_of(1))
         assert not await server.advertise(PEER, [f"/dns4/example.org/tcp/1/p2p/{PEER}"])
+
+
+async def test_that_nobody_has_answered_is_said_in_one_sentence(
+    on_loopback: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, wait = LanDiscovery.start, LanDiscovery.wait_for_members
+    monkeypatch.setattr(LanDiscovery, "start", lambda swarm: start(swarm, "127.0.0.1"))
+    monkeypatch.setattr(LanDiscovery, "wait_for_members", lambda discovery: wait(discovery, timeout_s=0.0))
+    with pytest.raises(NoSwarm, match=r"nobody of swarm 'nowhere' has answered .* --discover --swarm nowhere`, or"):
+        await lan_discovery.find_members("nowhere")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,3 +207,32 @@ def test_a_server_is_on_the_local_network_only_if_it_can_be_discovered(monkeypat
     monkeypatch.setattr(joining, "lan_address", lambda: HOST)
     assert joining._host(ServerConfig(model="none"), [], []) == "127.0.0.1"
     assert joining._host(ServerConfig(model="none", discover=True), [], []) == HOST
+
+
+def test_a_server_for_this_machine_alone_cannot_be_discovered() -> None:
+    with pytest.raises(ValueError, match=r"discover lets others find this server, and host 127\.0\.0\.1 is for this"):
+        run(joining._discover(ServerConfig(model="none", discover=True, host="127.0.0.1"), AsyncExitStack()))
+
+
+@pytest.mark.parametrize(("config", "starts"), [({}, True), ({"initial_peers": (LAN,)}, False)])
+def test_a_false_answer_on_the_local_network_keeps_no_server_from_its_swarm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], starts: bool
+) -> None:
+    """Initial peers that the user has given are another matter."""
+    tried: list[Sequence[str]] = []
+
+    async def join_through(peers: Sequence[str], *_: object) -> FakeDht:
+        tried.append(peers)
+        if peers:
+            raise NoSwarm("no initial peer answered")
+        return FakeDht()
+
+    config = ServerConfig(model="none", discover=True, **config)
+    joins = joining._join_any(config, (LAN,), LocalRegistry("mine", tmp_path), join_through)
+    if starts:
+        run(joins)
+        assert "found on the local network, but no initial peer answered" in caplog.text
+    else:
+        with pytest.raises(NoSwarm):
+            run(joins)
+    assert tried == [(LAN,), []][: 1 + starts]

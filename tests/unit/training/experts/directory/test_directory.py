@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.organiser import OrganiserKey
+from swarm_protocol.access.swarm_access import SwarmAccess
+from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import PeerUnavailable
+from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.directory.records import read_record, record_of
 from swarm_training.experts.pb import experts_pb2 as pb
 from tests.worlds.experts import MemoryBoard, holder
+from tests.worlds.identities import identity
 
 
 class Scene:
@@ -153,6 +161,16 @@ def test_records_of_strangers_that_do_not_fit_are_refused(changed: dict[str, obj
         read_record("a", record.SerializeToString(), 8, 4)
     with pytest.raises(ValueError, match="no record of experts"):
         read_record("a", b"\xff\xff", 8, 4)
+
+
+async def test_in_a_private_swarm_servers_that_are_no_members_are_not_believed() -> None:
+    organiser, member, stranger = OrganiserKey.generate(), identity(0), identity(1)
+    grant = Grant.new(organiser.public, Role.SERVER, "ada", member.peer_id, 0.0, 1e12)
+    written = record_of(holder("a"), 8, [1], grant.signed(organiser))
+    private = SwarmAccess(member, control=AccessControl(organiser.public))
+    registry = DhtExpertRegistry(SimpleNamespace(node=None, access=private), "demo", (4,), 8)  # type: ignore[arg-type]
+    records = [(subkey_of(owner), SimpleNamespace(value=written)) for owner in (member, stranger)]
+    assert [owner.peer_id for owner, _ in registry._valid(records, 4)] == [member.peer_id]
 
 
 def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() -> None:
