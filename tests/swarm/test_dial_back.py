@@ -63,6 +63,10 @@ async def first_server(monkeypatch: pytest.MonkeyPatch, *members: Member) -> Asy
         yield reach, dht
 
 
+async def nobody() -> list[str]:
+    return []
+
+
 async def can_be_joined(dht: Dht) -> bool:
     newcomer = await Dht.join("dialled", await dht.addresses(), Identity.generate())
     await newcomer.shutdown()
@@ -76,7 +80,7 @@ def run(check: Callable[[], Awaitable[None]]) -> None:
 def test_one_member_that_denies_it_takes_no_server_out_of_the_swarm(monkeypatch):
     async def check() -> None:
         async with first_server(monkeypatch, None, None, denies) as (reach, dht):
-            await reach._look()
+            await reach._look(nobody)
             assert reach._wants_relays and reach.relay.offers and dht.serves_others
             assert await can_be_joined(dht)
 
@@ -86,7 +90,7 @@ def test_one_member_that_denies_it_takes_no_server_out_of_the_swarm(monkeypatch)
 def test_whoever_has_come_by_the_local_network_has_not_tried(monkeypatch):
     async def check() -> None:
         async with first_server(monkeypatch, partial(denies, host=LAN)) as (reach, dht):
-            await reach._look()
+            await reach._look(nobody)
             assert reach.relay.offers and not reach._wants_relays
             assert await can_be_reached(dht.p2p, reach._members(), LOCAL)  # as when it starts again
             assert not await can_be_reached(dht.p2p, reach._members())
