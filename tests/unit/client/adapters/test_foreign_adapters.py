@@ -135,6 +135,24 @@ def test_damaged_files_are_refused(client, model, tmp_path):
         add_trained(client, tmp_path)
 
 
+def test_files_that_do_not_fit_their_config_are_refused(client, model, tmp_path):
+    save_adapter(model, tmp_path, target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ValueError, match=r"does not fit its config or this model: tensor .*v_proj"):
+        client.load_adapter(change(tmp_path, target_modules=["q_proj"]))
+    assert layers(client) == {}
+
+
+def test_a_model_that_uses_an_adapter_of_the_servers_has_no_other(client, model, tmp_path):
+    save_adapter(model, tmp_path, target_modules=["q_proj"])
+    client._remote_blocks[0].adapter_name = "polite"
+    refused = "the model uses adapter 'polite' of the servers: it cannot have another"
+    with pytest.raises(ValueError, match=refused):
+        client.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=refused):
+        client.load_adapter(tmp_path)
+    assert layers(client) == {}
+
+
 def test_an_adapter_that_is_nowhere(client, tmp_path):
     with pytest.raises(ValueError, match="adapter someone/adapter is neither a directory nor one on the hub"):
         client.load_adapter("someone/adapter")

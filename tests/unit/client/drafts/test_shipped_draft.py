@@ -19,7 +19,8 @@ from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.drafts.opening import open_speculation
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
-from tests.zoo import save_checkpoint
+from swarm_protocol.errors import CheckpointError
+from tests.zoo import VOCAB, save_checkpoint
 
 PATH = Path(locate(DEFAULT_MODEL))
 NUM_PROMPTS, PROMPT, NEW, GUESSES = 12, 64, 48, 4
@@ -117,3 +118,15 @@ def test_a_classifier_has_none(tmp_path):
     assert own_draft(model) is None
     with pytest.raises(ValueError, match="has no head"):
         load_distilled(Path(path), model)
+
+
+def test_a_model_with_other_tokens_or_none_at_all_is_no_draft(tmp_path):
+    save_checkpoint("llama", tmp_path / "model")
+    save_checkpoint("llama", tmp_path / "other", vocab_size=VOCAB + 8)
+    checkpoint = ModelCheckpoint.open(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert open_speculation(str(tmp_path / "model"), model, checkpoint).draft
+    with pytest.raises(ValueError, match=rf"has other tokens than model \({VOCAB + 8} against {VOCAB}\)"):
+        open_speculation(str(tmp_path / "other"), model, checkpoint)
+    with pytest.raises(CheckpointError, match="nobody/knows-this"):
+        open_speculation("nobody/knows-this", model, checkpoint)

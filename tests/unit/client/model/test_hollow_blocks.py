@@ -108,6 +108,8 @@ def test_a_call_says_where_blocks_are(client):
     for module, name in ((layer.self_attn, "self_attn"), (layer.mlp.up_proj, "mlp.up_proj")):
         with pytest.raises(RequestRejected, match=rf"^{name} of block 3 is computed on servers.*model.blocks\[a:b\]"):
             module(hidden)
+    with pytest.raises(RequestRejected, match=r"^block 3 is computed on servers: call model.blocks\[3:4\]\(hidden\)"):
+        layer(hidden)
     with pytest.raises(AttributeError, match="self_attn of block 3 is computed on servers and has no 'nothing' here"):
         _ = layer.self_attn.nothing
     with pytest.raises(AttributeError, match="block 3 is computed on servers and has no 'nothing' here"):

@@ -12,6 +12,7 @@ from swarm_client.core.config import ClientConfig
 from swarm_client.passes import passes
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import ServerConnection
+from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
@@ -25,7 +26,12 @@ class Servers(FakeServers):
     Attributes:
         begun: how many micro-batches have come.
         given_up: how many calls the client has cancelled.
+        dropout_seeds: those of the micro-batches.
     """
+
+    def __init__(self, **spans: str) -> None:
+        super().__init__(**spans)
+        self.dropout_seeds: list[int] = []
 
     begun = given_up = 0
 
@@ -38,8 +44,9 @@ class Connection(ServerConnection):
         super().__init__(record, FakeChannel(servers, record.peer_id), config)  # type: ignore[arg-type]
         self._servers = servers
 
-    async def forward(self, *_: Any) -> Any:
+    async def forward(self, _span: Span, _wire: WireTensor, context: Context, *_: Any) -> Any:
         self._servers.begun += 1
+        self._servers.dropout_seeds.append(context.dropout_seed)
         if self._servers.begun == 2:
             await asyncio.sleep(1.0)
             raise RequestRejected("the hidden states are odd")
@@ -57,5 +64,18 @@ def test_if_one_micro_batch_is_refused_the_others_are_given_up() -> None:
             await passes.forward(swarm, Span(0, NUM_BLOCKS), BlockInput(torch.zeros(4, 64, 1), None, None))
         await asyncio.sleep(1.0)
         assert (servers.begun, servers.given_up) == (4, 3)
+
+    play(servers, story)
+
+
+@pytest.mark.parametrize(("dropout_seed", "num_seeds"), [(5, 4), (0, 1)])
+def test_rows_of_different_micro_batches_drop_different_elements(dropout_seed: int, num_seeds: int) -> None:
+    servers = Servers(a=f"0:{NUM_BLOCKS}")
+
+    async def story(swarm: Swarm) -> None:
+        with pytest.raises(RequestRejected, match="odd"):
+            hidden = BlockInput(torch.zeros(4, 64, 1), None, None)
+            await passes.forward(swarm, Span(0, NUM_BLOCKS), hidden, dropout_seed=dropout_seed)
+        assert len({*servers.dropout_seeds}) == num_seeds and (0 in servers.dropout_seeds) == (dropout_seed == 0)
 
     play(servers, story)

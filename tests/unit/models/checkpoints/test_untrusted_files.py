@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import suppress
 from math import inf, nan
 from pathlib import Path
@@ -252,8 +254,11 @@ def test_mutated_headers_take_no_memory(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("fuzzed"))
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    yield Files(tmp_path_factory.mktemp("fuzzed"))
+    logger.setLevel(level)  # the fuzzer silences it, and other tests read what it says
 
 
 @pytest.mark.parametrize("kind", ["config.json", "index", "safetensors", "adapter"])

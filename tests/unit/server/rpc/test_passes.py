@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.constants import WIRE_VERSION
+from swarm_server.adapters.dropout import Dropout
 from swarm_server.core.counters import Counters
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
@@ -27,13 +29,15 @@ CLIENT = Caller("client")
 
 
 class Blocks:
-    """They double their input. ``shapes``: of the pieces that they were given."""
+    """They double their input. ``shapes``: of the pieces that they were given; ``dropouts``: of their elements."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self.dropouts: list[Dropout] = []
 
-    def forward(self, _blocks: Span, inputs: BlockInput, *_options: object) -> torch.Tensor:
+    def forward(self, _blocks: Span, inputs: BlockInput, _adapter: None, dropout: Dropout) -> torch.Tensor:
         self.shapes.append(tuple(inputs.hidden.shape[:2]))
+        self.dropouts.append(dropout)
         return 2 * inputs.hidden
 
 
@@ -58,7 +62,7 @@ def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
     async def stream() -> AsyncIterator[Any]:
         wire, _ = encode(hidden)
         contract = pb.Contract(wire_version=WIRE_VERSION, model="model", revision="0", blocks=pb.Span(start=0, end=4))
-        yield pb.ForwardRequest(forward=pb.Forward(contract=contract, hidden=wire))
+        yield pb.ForwardRequest(forward=pb.Forward(contract=contract, hidden=wire, dropout_seed=9))
 
     async def story() -> list[pb.TensorReply]:
         services: Any = SimpleNamespace(
@@ -72,4 +76,6 @@ def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
 
     (reply,) = run(story())
     assert blocks.shapes == shapes
+    first_rows = accumulate((rows for rows, _ in shapes[:-1]), initial=0)
+    assert blocks.dropouts == [Dropout(9, first_row) for first_row in first_rows]  # as in one piece
     assert torch.equal(decode(reply.output), 2 * hidden)
