@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_client.adapters.snapshots import NOTHING
+from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Reporter
 from swarm_client.sessions.lane import Lane, joined
@@ -27,13 +27,15 @@ def lanes_of(servers: FakeServers, story: Callable[[LaneSettings], Coroutine[Any
     play(servers, scenario, **options)
 
 
-def test_a_joined_lane_has_all_rows_and_all_positions_of_each() -> None:
+def test_a_joined_lane_has_all_rows_and_all_positions_of_each_and_their_adapter() -> None:
     async def story(setting: LaneSettings) -> None:
         hidden = [torch.randn(2, 5, 4), torch.randn(1, 5, 4)]
-        lanes = [Lane(setting), Lane(setting)]
+        lanes, adapter = [Lane(setting), Lane(setting)], AdapterSnapshot()
         for lane, of_lane in zip(lanes, hidden, strict=True):
-            lane.begin_with(BlockInput(of_lane), NOTHING)
-        rows = joined(lanes, setting).rows
+            lane.begin_with(BlockInput(of_lane), adapter)
+        lane = joined(lanes, setting)
+        assert lane.chain.opener.adapter is lanes[0].copy(setting).chain.opener.adapter is adapter
+        rows = lane.rows
         assert (rows.batch_size, rows.length) == (3, 5)
         inputs = rows.read(0, rows.length)
         assert torch.equal(inputs.hidden, torch.cat(hidden))

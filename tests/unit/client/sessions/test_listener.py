@@ -96,6 +96,38 @@ def session(
 # ------------------------------------------------------------ answers
 
 
+@pytest.mark.parametrize(
+    "hidden",
+    [None, torch.zeros(1, 2, HIDDEN), torch.zeros(1, 1, HIDDEN + 1), torch.full((1, 1, HIDDEN), float("nan"))],
+    ids=["nothing", "of-two-positions", "too-wide", "nan"],
+)
+def test_a_wrong_output_is_blamed_on_its_server(hidden: torch.Tensor | None) -> None:
+    async def story(session: Session) -> None:
+        ((index, error),) = session.says(2, LAST, hidden).items()
+        assert index == 2 and isinstance(error, BadReply) and error.peer_id == "c"
+        assert not session.call.outputs and not session.num_answers
+
+    session(story)
+
+
+def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
+    async def story(session: Session) -> None:
+        hidden = torch.randn(1, 2, HIDDEN)
+        assert session.says(0, SECOND, hidden, route=0) == {}
+        assert session.says(0, SECOND, hidden, route=1) == {}  # to a hop that is not there any more
+        assert session.says(2, SECOND, hidden, route=0) == {}  # there is nobody after it
+        (step,) = await session.sent_to(1)
+        assert (step.number, step.start_position) == (SECOND, SIZE)
+        assert step.hidden == WireTensor.of(hidden).header
+        assert not session.call.outputs
+
+        ((index, error),) = session.says(0, SECOND, hidden[:, :1], route=0).items()
+        assert index == 0 and isinstance(error, BadReply)
+        assert len(await session.sent_to(1)) == 1
+
+    session(story)
+
+
 def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
     async def story(session: Session) -> None:
         session.call.watched = range(0, 6)
