@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import DataCollatorWithFlattening
 
 from swarm_client import RequestRejected
 from tests.marks import always
@@ -83,6 +84,25 @@ def assert_same_logits(pair: Tuned, **arguments) -> None:
     with torch.no_grad():
         local, remote = (model(IDS, position_ids=POSITIONS, **arguments).logits for model in pair.models)
     assert_close(remote, local)
+
+
+def test_batches_of_the_stock_collator(pair):
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = collator([{"input_ids": IDS[0, start:end].tolist()} for start, end in ((0, 5), (5, 17), (17, 20))])
+    local, remote = (model(**batch, use_cache=False).loss for model in pair.models)
+    assert_close(remote, local)
+
+
+def test_gradient_checkpointing(pair):
+    """In training it forgoes the cache, so that packed sequences are kept apart; remote blocks have no use for it."""
+    modes = [model.training for model in pair.models]
+    try:
+        for model in pair.models:
+            model.train().gradient_checkpointing_enable()
+        assert_same(pair)
+    finally:
+        for model, mode in zip(pair.models, modes, strict=True):
+            model.train(mode).gradient_checkpointing_disable()
 
 
 def test_scoring(pair):

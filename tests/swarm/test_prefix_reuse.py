@@ -95,18 +95,19 @@ def test_while_the_first_still_goes_on(pair, computed):
     )
 
 
-@pytest.mark.parametrize("sharing", ["own", "all"])
+@pytest.mark.parametrize("sharing", ["none", "own", "all"])
 def test_two_clients_share_only_if_they_may(tmp_path, computed, sharing):
-    """Each shares with itself, also after it was away."""
+    """Each shares with itself, also after it was away, unless the server shares nothing."""
     whole_prompt, rest = {Span(0, 6): SHARED + REST}, {Span(0, 6): REST}
+    own = whole_prompt if sharing == "none" else rest
     first, second, third = prompts(3, seed=60)
     with started(tmp_path, "0:6", prefix_cache=sharing) as pair, connected(pair.servers) as other:
         stranger = replace(pair, remote=other)
         for client, prompt, expected in (
             (pair, first, whole_prompt),
             (stranger, second, rest if sharing == "all" else whole_prompt),
-            (stranger, third, rest),
-            (pair, third, rest),
+            (stranger, third, own),
+            (pair, third, own),
         ):
             computed.clear()
             generated(client, prompt)
