@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 
 from swarm_client.speculation.generating import Ends, GeneratedText, may_speculate
 from swarm_client.speculation.speculation import Speculation
 from tests.drafts import Always, KnowingDraft
-from tests.unit.client.speculation.stock import local
+from tests.unit.client.speculation.stock import LocalSession, local
 
 VOCAB, NEW_TOKENS = 60, 24
 PROMPT = torch.randint(3, VOCAB, (1, 5), generator=torch.Generator().manual_seed(1))
@@ -54,6 +62,32 @@ def test_position_ids_that_begin_elsewhere(gpt2):
     speculation = Always(KnowingDraft([plain], 0.8), 4, 4)
     assert written(gpt2, speculation, **options) == plain
     assert speculation.stats.right > 5
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("at", ["head", "processor"])
+def test_a_pass_that_fails_here_leaves_what_is_right_in_the_cache(gpt2, rows, at):
+    plain = written(gpt2, Speculation(None))
+    cache, calls = DynamicCache(), iter(range(4))
+
+    def fail(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return arguments[-1] if at == "processor" else None
+
+    with ExitStack() as stack:
+        if at == "head":
+            stack.callback(gpt2.lm_head.register_forward_pre_hook(fail).remove)
+        processors = LogitsProcessorList([fail] if at == "processor" else [])
+        with pytest.raises(KeyboardInterrupt):
+            written(
+                gpt2, Always(KnowingDraft([plain], 0.7), rows, 3), past_key_values=cache, logits_processor=processors
+            )
+    length = LocalSession(cache).length
+    assert LocalSession(cache).batch_size == 1 and PROMPT.shape[1] < length < len(plain) - 1
+    ids = torch.tensor([plain[: length + 1]])
+    known = {"past_key_values": cache, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    assert gpt2.generate(ids, max_length=len(plain), **known)[0].tolist() == plain
 
 
 def test_what_nobody_knows_for_further_tokens_is_left_to_the_stock_method(gpt2):
