@@ -271,6 +271,10 @@ class TestChoice:
         assert [server.peer_id for server in run(life.monitor.view()).servers] == ["a"]
         assert run(life.monitor.choose_span(4)) == THERE
 
+    def test_only_blocks_that_are_given_for_good_are_pinned(self) -> None:
+        for config, is_pinned in (({"blocks": HERE}, True), ({"initial_blocks": HERE}, False), ({}, False)):
+            assert Life(**config).loading.record.pinned == is_pinned
+
     def test_more_blocks_than_the_model_has_are_refused(self) -> None:
         assert num_hosted(Life(num_blocks=3).joined.starting) == 3
         with pytest.raises(ValueError, match="9 blocks are more than the model's 8"):
