@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from swarm_client import RequestRejected
+from swarm_client.adapters.trained import add_trained
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.families import FAMILIES
@@ -200,6 +201,21 @@ def test_experts_are_refused(targets, tmp_path):
     with pytest.raises(RequestRejected, match="target_modules reaches experts"):
         peft.get_peft_model(client, LoraConfig(target_modules=targets))
     assert dict(client.named_modules()) == modules
+
+
+def test_a_model_with_an_adapter_of_the_servers_takes_none_from_peft_and_no_deep_prompts(client):
+    client._remote_blocks[0].adapter_name = "polite"
+    modules = dict(client.named_modules())
+    with pytest.raises(ValueError, match="uses adapter 'polite' of the servers: it cannot have another"):
+        peft.get_peft_model(client, LoraConfig(target_modules=["q_proj"]))
+    assert dict(client.named_modules()) == modules
+    with pytest.raises(ValueError, match="uses adapter 'polite' of the servers: deep prompts cannot be added"):
+        client.add_prompts("deep_prompt", 2)
+
+
+def test_a_directory_without_an_adapter_is_refused(client, tmp_path):
+    with pytest.raises(ValueError, match=r"has neither adapter_config.json nor prompts.safetensors"):
+        add_trained(client, tmp_path)
 
 
 def test_an_adapter_that_is_refused_leaves_the_one_before(client):
