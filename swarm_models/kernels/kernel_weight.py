@@ -14,7 +14,7 @@ from swarm_models.kernels.library import Address, Kernel, kernel
 from swarm_models.kernels.quantized_linear import QuantizedWeight
 
 STRIP, STEP = 64, 4  # outputs and inputs of the packed weight are padded to multiples of these
-FAST = ("avx512-vnni", "avx-vnni", "neon-dotprod")
+FAST = ("avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
 
 
 class PackedWeight(QuantizedWeight):
@@ -102,7 +102,7 @@ class KernelWeight(PackedWeight, Int8Weight):
 
     @classmethod
     def is_fastest(cls) -> bool:
-        """Return whether this is faster here than torch; fbgemm is faster on processors with only AVX2."""
+        """Return whether this is faster here than fbgemm and torch; without vector instructions it is not."""
         library = kernel()
         return library is not None and library.name in FAST
 
