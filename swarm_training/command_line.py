@@ -21,10 +21,10 @@ from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import run_command
 from swarm_protocol.size import parse_size
 from swarm_training.commands.flags import (
-    add_command,
     add_export_flags,
     add_joining_flags,
     add_report_flag,
+    add_run_command,
     joining,
     parse_batch_size,
     parse_part,
@@ -59,7 +59,7 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     """Return the parser. ``backend`` reaches a run, ``stages`` reaches a run in stages."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    command = partial(add_command, commands)
+    command = partial(add_run_command, commands)
 
     init = command("init", _init, "write a commented run file, or check the one that is there")
     init.add_argument("run_file", type=Path, metavar="RUN.toml")
@@ -123,12 +123,14 @@ def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser],
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
-    rollback = add_command(actions, "rollback", partial(_rollback, send, look), "go back to a checkpoint, all together")
+    rollback = add_run_command(
+        actions, "rollback", partial(_rollback, send, look), "go back to a checkpoint, all together"
+    )
     add_joining_flags(rollback)
     rollback.add_argument(
         "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
     )
-    ban = add_command(actions, "ban", partial(_ban, send), "ban a peer")
+    ban = add_run_command(actions, "ban", partial(_ban, send), "ban a peer")
     add_joining_flags(ban)
     ban.add_argument("peer_id", metavar="PEER_ID")
     ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="duration of the ban")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_command, add_model_flags, model_choice
+from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_model_flags, model_choice
 from swarm_client.generation.text_options import ANSWER_TOKENS, TextOptions
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_command
 
 
 def add_chat(commands: Commands) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import Command, Commands, add_command
+from swarm_cli.commands.flags import Command, Commands
 from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, check_location, locate
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.invocation import add_command, add_common_flags
 
 
 def add_demo(commands: Commands) -> None:

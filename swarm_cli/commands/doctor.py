@@ -7,10 +7,11 @@ import json
 import os
 import sys
 
-from swarm_cli.commands.flags import Command, Commands, add_command, add_swarm_flags, swarm_config
+from swarm_cli.commands.flags import Command, Commands, add_swarm_flags, swarm_config
 from swarm_client.generation.opening import check_model_name
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_command
 from swarm_protocol.process.scratch import remove_scratch
 
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}

@@ -6,11 +6,11 @@ import argparse
 import shlex
 import sys
 
-from swarm_cli.commands.flags import SWARM, Command, Commands, add_command, add_swarm_flags, check_access
+from swarm_cli.commands.flags import SWARM, Command, Commands, add_swarm_flags, check_access
 from swarm_cli.finetune.settings import FLAGS, FinetuneSettings, check_file
 from swarm_client.generation.opening import check_model_name
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.invocation import add_command, typed
 
 
 def add_finetune(commands: Commands) -> None:

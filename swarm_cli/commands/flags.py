@@ -69,15 +69,6 @@ SAMPLING = ConfigFlags(
 )
 
 
-def add_command(
-    commands: Commands, name: str, command: Callable[[argparse.Namespace], Command], **texts: Any
-) -> argparse.ArgumentParser:
-    """Add a command, and return its parser, which shows the flags' defaults; ``texts`` are the parser's arguments."""
-    parser = commands.add_parser(name, **{"formatter_class": argparse.ArgumentDefaultsHelpFormatter} | texts)
-    parser.set_defaults(command=command)
-    return parser
-
-
 def add_swarm_flags(command: argparse.ArgumentParser) -> None:
     """Add the flags that name the swarm, and say how to join it."""
     SWARM.add_to(command)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_command, add_model_flags, model_choice
+from swarm_cli.commands.flags import SAMPLING, Command, Commands, add_model_flags, model_choice
 from swarm_client.generation.text_options import TextOptions
 from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_command
 
 _SEARCH = ConfigFlags(TextOptions, Flag("max_new_tokens", metavar="N"), Flag("num_beams", metavar="N"))
 

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands, add_command
+from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands
 from swarm_client.core.config import ClientConfig
 from swarm_protocol.config_flags import ConfigFlags
 from swarm_protocol.failures import undone_on_error
-from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.invocation import add_command, add_common_flags
 
 if TYPE_CHECKING:
     from swarm_protocol.access.organiser import OrganiserKey

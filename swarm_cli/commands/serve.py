@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from swarm_cli.commands.flags import Command, Commands, add_command, add_remote_flags, remote_config
+from swarm_cli.commands.flags import Command, Commands, add_remote_flags, remote_config
 from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
 from swarm_models.checkpoints.default_model import named_model
 from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import apply_config
-from swarm_protocol.process.invocation import typed
+from swarm_protocol.process.invocation import add_command, typed
 
 
 def add_serve(commands: Commands) -> None:

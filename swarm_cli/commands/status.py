@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from swarm_cli.commands.flags import Command, Commands, add_command, add_swarm_flags, swarm_config
+from swarm_cli.commands.flags import Command, Commands, add_swarm_flags, swarm_config
 from swarm_protocol.process import signals
+from swarm_protocol.process.invocation import add_command
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0  # between two displays of a swarm
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from swarm_cli.commands.flags import Command, Commands, add_command
+from swarm_cli.commands.flags import Command, Commands
 from swarm_models.checkpoints.default_model import (
     DEFAULT_MODEL,
     add_gguf_flag,
@@ -15,7 +15,7 @@ from swarm_models.checkpoints.default_model import (
     with_gguf_file,
 )
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.invocation import add_command, add_common_flags
 
 _MIN_TOKENS = 256
 

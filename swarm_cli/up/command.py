@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands, add_command, remote_config
+from swarm_cli.commands.flags import WHICH_SWARM, Command, Commands, remote_config
 from swarm_cli.commands.serve import parse_serve
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.app.serving import ServeSettings, listen
@@ -16,7 +16,7 @@ from swarm_models.checkpoints.default_model import add_gguf_flag, add_model_flag
 from swarm_protocol.access.member_flags import ENVIRONMENT
 from swarm_protocol.config_flags import ConfigFlags
 from swarm_protocol.process import signals
-from swarm_protocol.process.invocation import add_common_flags, command_like_this
+from swarm_protocol.process.invocation import add_command, add_common_flags, command_like_this
 
 _BOTH = ("model", "revision", "gguf_file", "initial_peers", "discover", "swarm", "log_level", "log_format", "config")
 _SERVER = ("quant", "memory", "device", "host", "no_live_line")

@@ -56,6 +56,21 @@ def run_command(parse: Callable[[], argparse.Namespace]) -> None:
         sys.exit(signals.INTERRUPTED)
 
 
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    command: Callable[[argparse.Namespace], Callable[[], None]],
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Add a command for ``run_command``, and return its parser, which shows the flags' defaults.
+
+    ``command`` checks the arguments, and returns the work; ``texts`` are arguments of the parser, such as ``help``.
+    """
+    parser = commands.add_parser(name, **{"formatter_class": argparse.ArgumentDefaultsHelpFormatter} | texts)
+    parser.set_defaults(command=command)
+    return parser
+
+
 def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") -> None:
     """Add the flags that every command has; ``level``: the default log level."""
     parser.add_argument("--log-level", default=level, choices=LEVELS)

@@ -142,7 +142,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
             link.ask(MemberRequest(LOAD, span.start, span.end))
     try:
         loaded = load(span, splitter.split_)
-    except BaseException:  # raised again
+    except Exception:  # raised again
         with suppress(GroupEnded):  # followers may fail as the leader does, whose error says why
             _received_digests(links, span)  # which would be taken for those of the next span
         raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swarm_protocol.dht.addresses import check_peer
-from swarm_protocol.process.invocation import add_common_flags
+from swarm_protocol.process.invocation import add_command, add_common_flags
 from swarm_training.contract.backend import Joining
 from swarm_training.data.order import DataShard
 from swarm_training.reports.reporter import EXPECTED
@@ -18,17 +18,14 @@ from swarm_training.runfile.settings import RunFile
 RoleName = Literal["TRAINER", "CLIENT", "MODERATOR"]
 
 
-def add_command(
+def add_run_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     command: Callable[[argparse.Namespace], Callable[[], None]],
     text: str,
 ) -> argparse.ArgumentParser:
-    """Add a command with the flags that every command has. ``command``: checks the arguments, and returns the work."""
-    parser = commands.add_parser(
-        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.set_defaults(command=command)
+    """Add a command that acts on a run, with the flags that every command has; ``text`` says what it does."""
+    parser = add_command(commands, name, command, help=text, description=text)
     add_common_flags(parser)
     return parser
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import run_command
-from swarm_training.commands.flags import add_command, add_export_flags, add_joining_flags, joining
+from swarm_training.commands.flags import add_export_flags, add_joining_flags, add_run_command, joining
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.front import Command, export, hold, require_ports, train
@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     def command(name: str, work: Callable[[argparse.Namespace], Command], text: str) -> argparse.ArgumentParser:
-        subparser = add_command(commands, name, work, text)
+        subparser = add_run_command(commands, name, work, text)
         add_joining_flags(subparser)
         subparser.add_argument("--num-stages", type=int, metavar="N", help="in place of `count` in the run file")
         return subparser
