@@ -29,14 +29,7 @@ from swarm_training.commands.flags import (
     parse_batch_size,
     parse_part,
 )
-from swarm_training.commands.staged import (
-    STAGE,
-    TRAINER,
-    StagesBackend,
-    export_staged,
-    join_staged,
-    require_unstaged,
-)
+from swarm_training.commands.staged import STAGE, TRAINER, StagesBackend, export_staged, join_staged, require_unstaged
 from swarm_training.contract.backend import Backend, Joining, Look, SendOrder
 from swarm_training.contract.views import RunView
 from swarm_training.core_backend import BACKEND

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 HIDDEN, BLOCKS, VOCAB, HEADS, KV_HEADS, FFN, POSITIONS = 64, 6, 128, 4, 2, 96, 256
 PAD, BOS, EOS = 0, 1, 2

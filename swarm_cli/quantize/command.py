@@ -7,13 +7,7 @@ import os
 from pathlib import Path
 
 from swarm_cli.commands.flags import Command, Commands
-from swarm_models.checkpoints.default_model import (
-    DEFAULT_MODEL,
-    add_gguf_flag,
-    check_location,
-    locate,
-    with_gguf_file,
-)
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, add_gguf_flag, check_location, locate, with_gguf_file
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_command, add_common_flags
 

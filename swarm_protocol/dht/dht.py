@@ -31,14 +31,7 @@ from swarm_protocol.dht.records import (
     short_id,
 )
 from swarm_protocol.dht.stored_records import limit_records, owner_of, read_items, subkey_of
-from swarm_protocol.net.hivemind_parts import (
-    P2P,
-    ControlFailure,
-    DHTNode,
-    P2PDaemonError,
-    PeerID,
-    get_dht_time,
-)
+from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, DHTNode, P2PDaemonError, PeerID, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from swarm_protocol.wire.printable import printable

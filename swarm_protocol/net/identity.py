@@ -18,12 +18,7 @@ from google.protobuf.message import DecodeError
 
 from swarm_protocol.atomic_file import write_new
 from swarm_protocol.file_lock import try_lock
-from swarm_protocol.net.hivemind_parts import (
-    PeerID,
-    RSAPrivateKey,
-    RSAPublicKey,
-    crypto_pb2,
-)
+from swarm_protocol.net.hivemind_parts import PeerID, RSAPrivateKey, RSAPublicKey, crypto_pb2
 from swarm_protocol.process.scratch import scratch_directory
 
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 8192  # libp2p's own bounds

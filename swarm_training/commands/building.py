@@ -20,13 +20,7 @@ from swarm_training.data.settings import DataSettings
 from swarm_training.data.streaming import StreamBatches
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
 from swarm_training.optim.muon import hidden_matrices, split_hidden
-from swarm_training.runfile.settings import (
-    PRESETS,
-    EvaluationSettings,
-    LocalSettings,
-    ModelSettings,
-    OptimizerSettings,
-)
+from swarm_training.runfile.settings import PRESETS, EvaluationSettings, LocalSettings, ModelSettings, OptimizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,13 +18,7 @@ from transformers import initialization as weight_init
 
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.hollow_model import (
-    LeftOut,
-    ZeroPositions,
-    copy_names,
-    hosted_alone,
-    load_hollow_model,
-)
+from swarm_models.checkpoints.hollow_model import LeftOut, ZeroPositions, copy_names, hosted_alone, load_hollow_model
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 

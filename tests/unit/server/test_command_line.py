@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarm_protocol.span import Span
-from swarm_server.command_line import (
-    check_files,
-    parse_args,
-    read_config,
-    require_follow_flags,
-    require_members,
-)
+from swarm_server.command_line import check_files, parse_args, read_config, require_follow_flags, require_members
 from swarm_server.core.config import ServerConfig
 
 

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled, own_draft
 from swarm_client.drafts.lookup import LookupDraft

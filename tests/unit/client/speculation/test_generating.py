@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-)
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 from swarm_client.speculation.generating import Ends, GeneratedText, may_speculate
 from swarm_client.speculation.speculation import Speculation

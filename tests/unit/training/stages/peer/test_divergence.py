@@ -17,14 +17,7 @@ from swarm_training.core.moment import Moment
 from tests.marks import SLOW
 from tests.unit.training.stages.peer.test_simulated_stages import start
 from tests.worlds.runs import simulate
-from tests.worlds.stages import (
-    CONFIG,
-    SimulatedStagePeer,
-    StageWorld,
-    ToyGradients,
-    ToyTrainer,
-    single,
-)
+from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyGradients, ToyTrainer, single
 
 STAGES, MICRO_BATCHES = 3, 6
 DIVERGES_AT = 5

@@ -17,14 +17,7 @@ from swarm_training.stages.peer.stage_peer import LOOK_S
 from swarm_training.stages.routing.run_stages import RunStages
 from tests.marks import SLOW
 from tests.worlds.runs import simulate
-from tests.worlds.stages import (
-    CONFIG,
-    SimulatedStagePeer,
-    StageWorld,
-    ToyTrainer,
-    micro_batch,
-    single,
-)
+from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer, micro_batch, single
 
 STAGES, MICRO_BATCHES = 4, 6
 CLIPPED = replace(CONFIG, max_norm=0.1)

@@ -19,15 +19,7 @@ from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.micro_batches import Content
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import ToyStage, in_one_process, tokens
-from tests.worlds.trainer_swarm import (
-    CONFIG,
-    LOSS_SCALE,
-    MICRO_BATCHES,
-    LossyService,
-    Swarm,
-    ToyData,
-    training,
-)
+from tests.worlds.trainer_swarm import CONFIG, LOSS_SCALE, MICRO_BATCHES, LossyService, Swarm, ToyData, training
 
 LIMIT_S = 60.0
 
