@@ -117,19 +117,19 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 proto: $(VENV)/.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. \
 	    swarm_protocol/pb/swarm.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos --python_out=. --pyi_out=. swarm_protocol/pb/tunnel.proto
-	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. --grpc_python_out=. \
+	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. \
 	    swarm_training/pb/training.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/pb=protos --python_out=. --pyi_out=. \
 	    swarm_training/pb/training_ledger.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_training/experts/pb=protos -Iswarm_protocol/pb=protos --python_out=. \
-	    --pyi_out=. --grpc_python_out=. swarm_training/experts/pb/experts.proto
+	    --pyi_out=. swarm_training/experts/pb/experts.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/stages/pb=protos --python_out=. --pyi_out=. \
-	    --grpc_python_out=. swarm_training/stages/pb/stages.proto
+	    swarm_training/stages/pb/stages.proto
 	$(BIN)/python -m grpc_tools.protoc -Iswarm_protocol/pb=protos -Iswarm_training/pb=protos -Iswarm_training/stages/pb=protos \
-	    --python_out=. --pyi_out=. --grpc_python_out=. swarm_training/stages/pb/stages_audit.proto
+	    --python_out=. --pyi_out=. swarm_training/stages/pb/stages_audit.proto
 
 # torch first: asked for by name, pip takes the pinned build; a later dependency could ask for the newest one.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -37,7 +37,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 
 THREADS_PER_VANISHING_CLIENT = 4
@@ -75,7 +75,7 @@ async def _describe(record: ServerRecord) -> pb.ServerRecord:
     address, fingerprint = record.addresses[0], record.tls_fingerprint
     channel = await pinned_channel(_credentials(), address, fingerprint, CLIENT_OPTIONS, ASK_TIMEOUT_S)
     try:
-        return await BlocksStub(channel).Describe(pb.DescribeRequest(), timeout=ASK_TIMEOUT_S)
+        return await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest(), timeout=ASK_TIMEOUT_S)
     finally:
         await channel.close()
 

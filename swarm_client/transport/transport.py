@@ -23,8 +23,8 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, CacheMiss, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.shared import result_of
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.span import Span
 from swarm_protocol.tunnel.circuit import relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
@@ -71,7 +71,7 @@ class ServerConnection:
         self.address = address
         self._relay_of = relay_of
         self._channel = channel
-        self._stub = CallCounter(BlocksStub(channel), record)  # type: ignore[no-untyped-call]
+        self._stub = CallCounter(ServiceStub(BLOCKS, channel), record)
         self._config, self._timeouts = config, config.timeouts
         self._passes = PassCalls(self._stub, record, config.step_timeout_s)
         self._uploader = AdapterUploader(self._put_adapter)
@@ -95,9 +95,9 @@ class ServerConnection:
         return cls(record, channel, config, address, dialer.relay_of)
 
     @property
-    def stub(self) -> BlocksStub:
+    def stub(self) -> ServiceStub:
         """Return the server's methods; a call raises PeerUnavailable if the connection is closed."""
-        return cast(BlocksStub, self._stub)
+        return cast(ServiceStub, self._stub)
 
     @property
     def relay_id(self) -> str:

@@ -21,7 +21,7 @@ from swarm_protocol.errors import CheckpointError
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
     from swarm_protocol.dht.dht import Dht
-    from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+    from swarm_protocol.rpc.stubs import ServiceStub
 
 
 class ModelOpening:
@@ -78,7 +78,7 @@ class ModelOpening:
         swarm = SharingSwarm(self._dht.models, self._dht.view, self._stub, background.run)
         return await open_from_swarm(swarm, name, revision, self._config.weights, failure=failure)
 
-    async def _stub(self, server: ServerRecord) -> BlocksStub:
+    async def _stub(self, server: ServerRecord) -> ServiceStub:
         key = server.peer_id, server.tls_fingerprint
         if key not in self._members:
             self._members[key] = await self._caller.connect(server, self._config)

@@ -15,8 +15,8 @@ from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import BadReply, CheckpointError, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.channels import translated
+from swarm_protocol.rpc.stubs import ServiceStub
 
 _MAX_ASKED = 16
 MAX_PER_ADDRESS = 2  # an attacker needs many addresses to decide what the majority says
@@ -32,7 +32,7 @@ class OfferingMembers:
         self,
         revision: str,
         view: Callable[[], Awaitable[SwarmView]],
-        stub: Callable[[ServerRecord], Awaitable[BlocksStub]],
+        stub: Callable[[ServerRecord], Awaitable[ServiceStub]],
     ) -> None:
         """Set how to read the ``view`` of the model's servers, and how to connect a ``stub`` to one."""
         self._revision = revision
@@ -104,7 +104,7 @@ class OfferingMembers:
         return OfferingMember(server.peer_id, offer, partial(_read, stub, server.peer_id))
 
 
-async def _read(stub: BlocksStub, peer_id: str, digest: bytes) -> AsyncGenerator[bytes, None]:
+async def _read(stub: ServiceStub, peer_id: str, digest: bytes) -> AsyncGenerator[bytes, None]:
     async with translated(peer_id):
         call = stub.GetPiece(pb.PieceRequest(sha256=digest))
         try:

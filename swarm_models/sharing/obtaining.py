@@ -27,7 +27,7 @@ from swarm_models.sharing.swarm_files import Run, SwarmFiles
 from swarm_protocol.dht.claims import within_addresses
 from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import CheckpointError
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.stubs import ServiceStub
 
 _SHOWN_MODELS = 5
 _LOOKS, _LOOK_S = 10, 3.0  # for members that offer files
@@ -51,7 +51,7 @@ class SharingSwarm:
 
     models: Callable[[], Awaitable[dict[str, int]]]
     view: Callable[[str, int], Awaitable[SwarmView]]
-    stub: Callable[[ServerRecord], Awaitable[BlocksStub]]
+    stub: Callable[[ServerRecord], Awaitable[ServiceStub]]
     run: Run
     on_wrong: Callable[[str], None] = lambda _peer_id: None
 

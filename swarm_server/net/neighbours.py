@@ -10,8 +10,8 @@ from math import inf
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.failures import logged_errors
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.shared import SharedReading
+from swarm_protocol.rpc.stubs import ServiceStub
 from swarm_server.net.push import ChannelPool
 from swarm_server.net.push_bundle import PushStream, PushStreams
 
@@ -36,7 +36,7 @@ class Neighbours:
         self._reading = SharedReading()
         self._streams = PushStreams(self.stub)
 
-    async def stub(self, peer_id: str) -> BlocksStub:
+    async def stub(self, peer_id: str) -> ServiceStub:
         """Connect to a server. Raise PeerUnavailable or BadReply if it is unknown or cannot be reached."""
         record = self._records.get(peer_id)
         if record is None:

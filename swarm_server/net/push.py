@@ -14,9 +14,9 @@ import grpc
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import BadReply, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.rpc.channels import Connect, SharedChannels
 from swarm_protocol.rpc.shared import has_result
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.tunnel.dialing import first_reached
 from swarm_protocol.wire.bundling import may_be_bundled
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, MAX_UNTAKEN
@@ -47,7 +47,7 @@ class ChannelPool(SharedChannels):
         super().__init__(connect, [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))])
         self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
 
-    async def stub(self, server: ServerRecord) -> BlocksStub:
+    async def stub(self, server: ServerRecord) -> ServiceStub:
         """Return a stub. Raise PeerUnavailable or BadReply if the pool is closed or the server cannot be reached."""
         addresses, fingerprint = server.addresses[:_MAX_ADDRESSES], server.tls_fingerprint
         self._forget_lost()
@@ -57,7 +57,7 @@ class ChannelPool(SharedChannels):
             _, channel = await first_reached(addresses, partial(self._channel, fingerprint), keeps=True)
         if channel is None or self._is_closed:  # gRPC ends the process that makes a stub of a closed channel
             raise PeerUnavailable("the connections to other servers are closed", server.peer_id)
-        return BlocksStub(channel)  # type: ignore[no-untyped-call]
+        return ServiceStub(BLOCKS, channel)
 
     def _forget_lost(self) -> None:
         """Remove channels that are idle, or whose server is gone or has moved. A stub keeps its own channel alive.
@@ -92,7 +92,7 @@ class Pusher:
         self._giving_up = asyncio.Lock()  # steps are given up one by one, in order; the client may be slow to take each
         self._broken = False
         self.retired = False
-        self._stub: BlocksStub | None = None
+        self._stub: ServiceStub | None = None
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         self._connecting = asyncio.ensure_future(self._connect())
         self._reading: asyncio.Task[Any] | None = None

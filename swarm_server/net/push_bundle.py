@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
 from swarm_protocol.process.routine import end_tasks
+from swarm_protocol.rpc.stubs import ServiceStub
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.printable import printable
@@ -29,7 +29,7 @@ class PushStream:
         ended: whether nothing can be sent any more.
     """
 
-    def __init__(self, stub: BlocksStub) -> None:
+    def __init__(self, stub: ServiceStub) -> None:
         self.ended = False
         self._waiting: dict[tuple[bytes, int], Taken] = {}
         self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.PushSteps()
@@ -82,7 +82,7 @@ def _set(taken: Taken, value: bool) -> None:
 class PushStreams:
     """The shared streams to all other servers; a stream that has ended is replaced."""
 
-    def __init__(self, stub: Callable[[str], Awaitable[BlocksStub]]) -> None:
+    def __init__(self, stub: Callable[[str], Awaitable[ServiceStub]]) -> None:
         """Create the table; ``stub`` connects to the server with a peer id."""
         self._stub = stub
         self._streams: dict[str, PushStream] = {}

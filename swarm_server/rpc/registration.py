@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
 from swarm_protocol.errors import AccessDenied, PeerError, RequestRejected
-from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.serving import stream_handler
+from swarm_protocol.rpc.stubs import BLOCKS
 from swarm_protocol.telemetry.tracing import UNRECORDED, TraceSpan, tracing
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.status import end_with, status_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 _logger = logging.getLogger(__name__)
 _REFUSALS = (RequestRejected, AccessDenied, PeerError)
-_SERVICE = pb.DESCRIPTOR.services_by_name["Blocks"]
 # Work for a request. The others only ask, or belong to several requests.
 _TRACED = {"Session", "Forward", "Backward", "PutAdapter", "Reroute", "Copy"}
 
@@ -50,16 +49,16 @@ async def errors_as_status(context: _Context, counters: Counters) -> AsyncIterat
 
 def add_service(service: BlocksService, server: grpc.aio.Server, counters: Counters | None = None) -> None:
     counters = counters or Counters()
-    handlers = {method.name: _handler(service, method, counters) for method in _SERVICE.methods}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
+    handlers = {method.name: _handler(service, method, counters) for method in BLOCKS.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BLOCKS.full_name, handlers),))
 
 
 def _span(method: MethodDescriptor, context: _Context) -> AbstractContextManager[TraceSpan]:
     """Return the context in which a call is answered: a span, if the caller traces the request behind it."""
     if method.name not in _TRACED:
         return nullcontext(UNRECORDED)
-    attributes = {"rpc.system": "grpc", "rpc.service": _SERVICE.full_name, "rpc.method": method.name}
-    return tracing().call(f"{_SERVICE.full_name}/{method.name}", attributes, context.invocation_metadata() or ())
+    attributes = {"rpc.system": "grpc", "rpc.service": BLOCKS.full_name, "rpc.method": method.name}
+    return tracing().call(f"{BLOCKS.full_name}/{method.name}", attributes, context.invocation_metadata() or ())
 
 
 def _handler(service: BlocksService, method: MethodDescriptor, counters: Counters) -> grpc.RpcMethodHandler[Any, Any]:

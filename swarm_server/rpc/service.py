@@ -19,7 +19,6 @@ from swarm_protocol.failures import undone_on_error
 from swarm_protocol.net.shares import Caller, address_of
 from swarm_protocol.net.tls import peer_of, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.telemetry.tracing import tracing
 from swarm_protocol.verification.statements import Signer
@@ -73,7 +72,7 @@ class CallerChecks:
         return partial(self.access.require, role, self.client_of(context), token)
 
 
-class BlocksService(BlocksServicer):
+class BlocksService:
     """The gRPC handlers of a server. They refuse requests before they reserve memory; no request ends the server."""
 
     def __init__(

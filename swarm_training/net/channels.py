@@ -8,18 +8,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.rpc.channels import PinnedChannels, translated
+from swarm_protocol.rpc.stubs import ServiceStub
 from swarm_protocol.wire.status import FirstStatus, from_status
 from swarm_training.core.network import MeetStream, ReduceStream
 from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.pb.training_pb2_grpc import TrainingStub
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 _PROBE_TIMEOUT_S = 1.0
+_TRAINING = pb.DESCRIPTOR.services_by_name["Training"]
 
 
 class _CallStream(Generic[Out, In]):
@@ -56,7 +58,7 @@ class GrpcNetwork:
         self._channels = PinnedChannels(credentials)
 
     async def exchange(self, peer: Progress, request: pb.ExchangeRequest) -> pb.ExchangeReply:
-        stub = await self._stub(peer)
+        stub = await self.stub(_TRAINING, peer)
         async with translated():
             reply: pb.ExchangeReply = await stub.Exchange(request)
             return reply
@@ -68,19 +70,19 @@ class GrpcNetwork:
         return self._stream(peer, lambda stub: stub.Reduce())
 
     async def fetch(self, peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
-        stub = await self._stub(peer)
+        stub = await self.stub(_TRAINING, peer)
         async with translated():
             async for chunk in stub.Fetch(request):
                 yield chunk
 
     async def state(self, peer: Progress, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
-        stub = await self._stub(peer)
+        stub = await self.stub(_TRAINING, peer)
         async with translated():
             async for part in stub.State(request):
                 yield part
 
     async def rounds(self, peer: Progress, request: pb.RoundsRequest) -> pb.RoundsReply:
-        stub = await self._stub(peer)
+        stub = await self.stub(_TRAINING, peer)
         async with translated():
             reply: pb.RoundsReply = await stub.Rounds(request)
             return reply
@@ -102,17 +104,18 @@ class GrpcNetwork:
 
     @asynccontextmanager
     async def _stream(
-        self, peer: Progress, opens: Callable[[TrainingStub], Any]
+        self, peer: Progress, opens: Callable[[ServiceStub], Any]
     ) -> AsyncIterator[_CallStream[Any, Any]]:
-        call = opens(await self._stub(peer))
+        call = opens(await self.stub(_TRAINING, peer))
         try:
             yield _CallStream(call)
         finally:
             call.cancel()
 
+    async def stub(self, service: ServiceDescriptor, peer: Progress) -> ServiceStub:
+        """Return a stub of one of the peer's services. Raise PeerUnavailable if the peer cannot be reached."""
+        return ServiceStub(service, await self.channel(peer))
+
     async def channel(self, peer: Progress) -> grpc.aio.Channel:
         """Return the channel to a peer. Raise PeerUnavailable if the peer cannot be reached."""
         return await self._channels.to(peer.address, peer.tls_fingerprint, peer.peer_id)
-
-    async def _stub(self, peer: Progress) -> TrainingStub:
-        return TrainingStub(await self.channel(peer))  # type: ignore[no-untyped-call]

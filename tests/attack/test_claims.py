@@ -23,17 +23,17 @@ from swarm_protocol.net.hivemind_parts import RSAPrivateKey
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from tests.attack.attacks import attack
 from tests.attack.besieged import Besieged, besieged
 from tests.attack.honest import OPTIONS, PROMPT
+from tests.worlds.partial_service import serve_methods
 
 FOR_EVER_S = 10**7  # 115 days
 NOWHERE = "nowhere.invalid:1"  # a public address as far as anybody can tell
 
 
-class Staller(BlocksServicer):
+class Staller:
     """Takes sessions, steps and passes, answers pings, and computes nothing."""
 
     num_steps = num_passes = 0
@@ -155,13 +155,13 @@ def test_two_hundred_identities_of_one_address(target: Besieged) -> None:
 
 
 @contextmanager
-def served(service: BlocksServicer) -> Iterator[tuple[str, bytes]]:
+def served(service: object) -> Iterator[tuple[str, bytes]]:
     """Its address, and the fingerprint of its certificate."""
     certificate = Certificate.generate()
 
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
-        add_BlocksServicer_to_server(service, server)
+        serve_methods(service, server)
         port = server.add_secure_port("127.0.0.1:0", certificate.server_credentials())
         await server.start()
         return server, port

@@ -16,7 +16,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import FirstStatus
 from tests.swarm.waiting import DEADLINE_S
@@ -37,7 +37,7 @@ class RawClient:
         options = [*{**dict(CLIENT_OPTIONS), "grpc.max_send_message_length": -1}.items()]
         connecting = pinned_channel(credentials or own_credentials(), address, fingerprint, options)
         self._channel = background.run(connecting)
-        self._stub = BlocksStub(self._channel)
+        self._stub = ServiceStub(BLOCKS, self._channel)
 
     def describe(self) -> ServerRecord:
         """The server's record as it is now."""

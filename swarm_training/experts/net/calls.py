@@ -8,12 +8,12 @@ from swarm_protocol.errors import BadReply, NotFinite, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.rpc.channels import PinnedChannels, translated
+from swarm_protocol.rpc.stubs import ServiceStub
 from swarm_protocol.wire.codec import decode, encode
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.config import MAX_CALL_BYTES
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.pb import experts_pb2 as pb
-from swarm_training.experts.pb.experts_pb2_grpc import ExpertsStub
 
 
 class ServerCalls:
@@ -25,9 +25,9 @@ class ServerCalls:
     async def close(self) -> None:
         await self._channels.close()
 
-    async def _stub(self, holder: ExpertHolder) -> ExpertsStub:
+    async def _stub(self, holder: ExpertHolder) -> ServiceStub:
         channel = await self._channels.to(holder.address, holder.tls_fingerprint, holder.peer_id)
-        return ExpertsStub(channel)  # type: ignore[no-untyped-call]
+        return ServiceStub(pb.DESCRIPTOR.services_by_name["Experts"], channel)
 
 
 class GrpcCalls(ServerCalls):

@@ -20,11 +20,12 @@ from swarm_training.stages.audit.statements import (
 )
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_audit_pb2_grpc import AuditsStub
 from swarm_training.stages.rpc.answers import StageAnswer, replies_of
 from swarm_training.stages.rpc.client import StageRequest, StagesClient, answering, form_of
 from swarm_training.stages.rpc.forms import encode_as
 from swarm_training.stages.rpc.framing import pack
+
+_AUDITS = audit_pb.DESCRIPTOR.services_by_name["Audits"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class AuditClient:
             seed=seed,
             withdraws=withdraws,
         )
-        stub = AuditsStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
+        stub = await self._network.stub(_AUDITS, peer)
         async with answering(peer, timeout_s):
             reply: audit_pb.AttestReply = await stub.Attest(request)
         try:
@@ -87,7 +88,7 @@ class AuditClient:
         self, mate: Progress, asked: StageRequest, answer: StageAnswer, evidence: AuditEvidence, timeout_s: float
     ) -> bool:
         """Return whether the mate upholds the accusation, and excludes the peer that gave this answer."""
-        stub = AuditsStub(await self._network.channel(mate))  # type: ignore[no-untyped-call]
+        stub = await self._network.stub(_AUDITS, mate)
         async with answering(mate, timeout_s):
             call = stub.Accuse(self._accusation(asked, answer, evidence))
             async with translated(mate.peer_id, FirstStatus(call)):

@@ -7,20 +7,19 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.errors import BadReply, NotFinite, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.rpc.channels import translated
+from swarm_protocol.rpc.stubs import ServiceStub
 from swarm_protocol.wire.codec import encode_whole
 from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.answers import StageAnswer, StageAnswerReader
 from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import Named, pack
@@ -170,8 +169,8 @@ class StagesClient:
             raise NotFinite("the answer of a stage is not finite (it contains NaN or infinity)", peer.peer_id)
         return answer
 
-    async def _stub(self, peer: Progress) -> Any:
-        return StagesStub(await self._network.channel(peer))  # type: ignore[no-untyped-call]
+    async def _stub(self, peer: Progress) -> ServiceStub:
+        return await self._network.stub(pb.DESCRIPTOR.services_by_name["Stages"], peer)
 
 
 def form_of(work: pb.Work, name: str) -> pb.Form:

@@ -29,12 +29,13 @@ from swarm_protocol.errors import (
     UnsupportedModel,
 )
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
 from swarm_protocol.rpc.channels import translated
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, end_with, from_status, number_of, status_of
 from tests.unit.support import run, server_record
+from tests.worlds.partial_service import serve_methods
 from tests.worlds.virtual_time import run_virtually
 
 pytestmark = pytest.mark.run_by(function=run_virtually)
@@ -76,7 +77,7 @@ def test_only_what_another_server_may_do_better_is_a_peer_error() -> None:
         assert issubclass(error, SwarmError) and not issubclass(error, PeerError)
 
 
-class Ending(BlocksServicer):
+class Ending:
     """Ends a stream with this status once it has begun."""
 
     def __init__(self, status: grpc.StatusCode) -> None:
@@ -87,17 +88,17 @@ class Ending(BlocksServicer):
         end_with(context, self._status, "why")
 
 
-def with_one_that_ends(status: grpc.StatusCode, scenario: Callable[[BlocksStub], Awaitable[None]]) -> None:
+def with_one_that_ends(status: grpc.StatusCode, scenario: Callable[[ServiceStub], Awaitable[None]]) -> None:
     """Over real gRPC, which has a status of its own if a stream ends while it is written to."""
 
     async def running() -> None:
         server = grpc.aio.server()
-        add_BlocksServicer_to_server(Ending(status), server)
+        serve_methods(Ending(status), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                await scenario(BlocksStub(channel))
+                await scenario(ServiceStub(BLOCKS, channel))
         finally:
             await server.stop(None)
 
@@ -106,7 +107,7 @@ def with_one_that_ends(status: grpc.StatusCode, scenario: Callable[[BlocksStub],
 
 @pytest.mark.parametrize("size_bytes", [10, MIB])
 def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> None:
-    async def scenario(stub: BlocksStub) -> None:
+    async def scenario(stub: ServiceStub) -> None:
         for _ in range(20):
             call = stub.Push()
             with pytest.raises(CacheMiss, match=r"^why$"):
@@ -121,7 +122,7 @@ def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> Non
 
 @pytest.mark.parametrize("size_bytes", [10, MIB])
 def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
-    async def scenario(stub: BlocksStub) -> None:
+    async def scenario(stub: ServiceStub) -> None:
         for is_stream in 10 * [False, True]:
             with pytest.raises(CacheMiss, match=r"^why$"):
                 call = stub.Push()
@@ -140,7 +141,7 @@ def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
 
 
 def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
-    async def scenario(stub: BlocksStub) -> None:
+    async def scenario(stub: ServiceStub) -> None:
         call = stub.Push()
         with pytest.raises(PeerUnavailable, match="the stream has ended"):
             async with translated("peer", FirstStatus(call)):

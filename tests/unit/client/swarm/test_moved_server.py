@@ -17,12 +17,12 @@ from swarm_client.transport import transport
 from swarm_client.transport.transport import ServerConnection
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerUnavailable
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, add_BlocksServicer_to_server
 from tests.unit.client.swarm.test_swarm import FakeNet
 from tests.unit.support import server_record
+from tests.worlds.partial_service import serve_methods
 
 
-class SlowServer(BlocksServicer):
+class SlowServer:
     """Answers when it may."""
 
     def __init__(self, record: ServerRecord) -> None:
@@ -42,7 +42,7 @@ async def swarm_of_one(count_addresses: int) -> AsyncIterator[tuple[Swarm, SlowS
     ports = [grpc_server.add_insecure_port("127.0.0.1:0") for _ in range(count_addresses)]
     records = [server_record(addresses=(f"127.0.0.1:{port}",)) for port in ports]
     server = SlowServer(records[0])
-    add_BlocksServicer_to_server(server, grpc_server)
+    serve_methods(server, grpc_server)
     await grpc_server.start()
 
     async def connect(record: ServerRecord, config: ClientConfig) -> ServerConnection:

@@ -16,9 +16,10 @@ from swarm_protocol.net import tls
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials, peer_of, pinned_channel, token_of
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, SERVER_OPTIONS
 from tests.unit.support import run
+from tests.worlds.partial_service import serve_methods
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def credentials(identities: tuple[Identity, Identity]) -> ClientCredentials:
     return ClientCredentials(identities[0])
 
 
-class Named(BlocksServicer):
+class Named:
     """Says its own name, and that of its client."""
 
     def __init__(self, name: str) -> None:
@@ -48,7 +49,7 @@ class Named(BlocksServicer):
 @asynccontextmanager
 async def tls_server(certificate: Certificate, name: str = "server", port: int = 0) -> AsyncIterator[int]:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    add_BlocksServicer_to_server(Named(name), server)
+    serve_methods(Named(name), server)
     bound = server.add_secure_port(f"127.0.0.1:{port}", certificate.server_credentials())
     await server.start()
     try:
@@ -66,7 +67,7 @@ class TestPinning:
                     credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS
                 )
                 async with channel:
-                    return (await BlocksStub(channel).Describe(pb.DescribeRequest())).peer_id
+                    return (await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())).peer_id
 
         assert run(answer()) == "server"
 
@@ -85,7 +86,7 @@ class TestPinning:
                 )
             async with channel, tls_server(Certificate.generate(), "impostor", port) as taken:
                 assert taken == port
-                await BlocksStub(channel).Describe(pb.DescribeRequest())
+                await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             run(call_after_takeover())
@@ -126,7 +127,7 @@ async def described(key_pem: bytes | None, certificate_pem: bytes | None) -> pb.
     shown = grpc.ssl_channel_credentials(certificate.certificate_pem, key_pem, certificate_pem)
     options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", "swarm")]
     async with tls_server(certificate) as port, grpc.aio.secure_channel(f"127.0.0.1:{port}", shown, options) as channel:
-        return await BlocksStub(channel).Describe(pb.DescribeRequest())
+        return await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
 
 
 def refusal(key_pem: bytes | None, certificate_pem: bytes | None) -> tuple[grpc.StatusCode, str]:
@@ -156,7 +157,7 @@ class TestClients:
                         ClientCredentials(identity), f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS
                     )
                     async with channel:
-                        names.append((await BlocksStub(channel).Describe(pb.DescribeRequest())).model)
+                        names.append((await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())).model)
                 return names
 
         first, second = (identity.peer_id for identity in identities)
@@ -212,7 +213,7 @@ class TestClients:
             async with tls_server(genuine) as port:
                 channel = await pinned_channel(credentials, f"127.0.0.1:{port}", genuine.fingerprint, CLIENT_OPTIONS)
             async with channel, tls_server(forged, "impostor", port):
-                await BlocksStub(channel).Describe(pb.DescribeRequest())
+                await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             run(call_after_takeover())
@@ -227,7 +228,7 @@ def test_a_certificate_shows_the_token_of_a_member(identities: tuple[Identity, I
             credentials = ClientCredentials(identities[1], token)
             channel = await pinned_channel(credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
             async with channel:
-                return await BlocksStub(channel).Describe(pb.DescribeRequest())
+                return await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
 
     record = run(answer())
     assert (record.model, record.token) == (identities[1].peer_id, token)

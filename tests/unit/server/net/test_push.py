@@ -12,16 +12,17 @@ import pytest
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksServicer, BlocksStub, add_BlocksServicer_to_server
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.net.push import ChannelPool, Pusher
 from swarm_server.net.push_bundle import PushStream, PushStreams
+from tests.worlds.partial_service import serve_methods
 
 TIMEOUT_S = 60.0  # of what would otherwise never end
 
 
-class OtherServer(BlocksServicer):
+class OtherServer:
     """Takes the first ``num_taken`` steps, and no more. ``is_older``: it does not know that a step may be settled."""
 
     def __init__(self, num_taken: int, is_older: bool = False) -> None:
@@ -62,7 +63,7 @@ class Channels:
 
     def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self.called, self.address = asyncio.Event(), address
-        self._stub = BlocksStub(channel)
+        self._stub = ServiceStub(BLOCKS, channel)
         self._streams = PushStreams(self.stub)
 
     async def push_stream(self, peer_id: str) -> PushStream:
@@ -82,7 +83,7 @@ class Channels:
 @asynccontextmanager
 async def connected(other: OtherServer) -> AsyncIterator[tuple[grpc.aio.Server, Channels]]:
     server = grpc.aio.server(options=[("grpc.http2.bdp_probe", 0)])  # which makes what it reads ahead larger and larger
-    add_BlocksServicer_to_server(other, server)
+    serve_methods(other, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, MIB, SERVER_OPTIONS
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
@@ -37,7 +37,7 @@ def asked(
         await server.start()
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            assert await BlocksStub(channel).Describe(pb.DescribeRequest()) == record
+            assert await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest()) == record
             arrivals.stall_timeout_s = stall_timeout_s
             call = channel.stream_stream(f"/swarm.v1.Blocks/{method}")()
             for data in messages:

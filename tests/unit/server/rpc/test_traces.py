@@ -7,7 +7,7 @@ import pytest
 
 from swarm_client.transport.grpc_calls import CallCounter
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.pb.swarm_pb2_grpc import BlocksStub
+from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.telemetry.tracing import tracing
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
@@ -29,7 +29,7 @@ def called(is_traced: bool) -> Recorded:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = CallCounter(BlocksStub(channel), server_record())
+            stub = CallCounter(ServiceStub(BLOCKS, channel), server_record())
             if not is_traced:
                 await refused(stub)
             with tracing().span("generation"):

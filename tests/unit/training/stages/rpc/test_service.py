@@ -33,7 +33,6 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS, encode_as
@@ -303,7 +302,7 @@ def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> 
     first = pb.ComputeRequest(work=work, **{key: value for key, value in content.items() if key != "work"})
 
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        stub = StagesStub(await client._network.channel(peer))
+        stub = await client._stub(peer)
         with pytest.raises(RequestRejected, match=message):
             async with translated():
                 async for _ in stub.Backward(iter([first])):
@@ -315,7 +314,7 @@ def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> 
 
 def test_calls_that_do_not_begin_are_refused() -> None:
     async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
-        stub = StagesStub(await client._network.channel(peer))
+        stub = await client._stub(peer)
         work = pb.Work(micro_batch=pb.MicroBatch(wire_version=1, run=RUN))
         rows = [
             ([], "without a message"),

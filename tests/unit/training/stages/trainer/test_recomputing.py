@@ -15,7 +15,6 @@ from swarm_protocol.rpc.channels import translated
 from swarm_protocol.wire.codec import encode
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.pb import stages_pb2 as pb
-from swarm_training.stages.pb.stages_pb2_grpc import StagesStub
 from swarm_training.stages.rpc.client import MicroBatch, StagesClient, WireForms
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import RUN, START, tokens
@@ -113,7 +112,7 @@ def damaged(**changes: object) -> wire_pb.Tensor:
 )
 def test_damaged_token_ids_are_refused_before_anything_is_computed(wire: wire_pb.Tensor, message: str) -> None:
     async def check(swarm: Swarm, client: StagesClient) -> None:
-        stub = StagesStub(await client._network.channel(swarm.stages[LAST][0].record))
+        stub = await client._stub(swarm.stages[LAST][0].record)
         which = client.named(MicroBatch(LAST, START, 3))
         for ids, labels in ((wire, damaged()), (damaged(), wire)):
             with pytest.raises(RequestRejected, match=message):
