@@ -28,7 +28,6 @@ from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
-from swarm_training.models.shared_blocks import SharedBlocks
 from swarm_training.optim.lamb import LAMB
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 
@@ -77,13 +76,21 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, hidden)
         self.positions = nn.Parameter(torch.randn(LENGTH, hidden) * 0.02)
-        self.layers = SharedBlocks(hidden, 4, layers, layers)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                hidden, 4, 4 * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCAB, bias=False)
 
     def loss(self, ids: Tensor) -> Tensor:
         hidden = self.tokens(ids[:, :-1]) + self.positions[: ids.shape[1] - 1]
-        logits = self.head(self.norm(self.layers(hidden)[0]))
+        causal = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1])
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=causal, is_causal=True)
+        logits = self.head(self.norm(hidden))
         return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 

@@ -15,8 +15,9 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 LEANS = ("leaning left", "upright", "leaning right")
 STROKES = ("thin", "medium", "bold")
 WIDTHS = ("narrow", "regular", "wide")
-WORDS = ("<pad>", *DIGITS, *LEANS, *STROKES, *WIDTHS)  # a word's place is its token
+WORDS = (*DIGITS, *LEANS, *STROKES, *WIDTHS)  # a word's place is its token
 TEXT_LENGTH = 4
+SIDE = 8  # rows and columns of an image
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from captions import (
     DIGITS,
     LEANS,
     LEVELS,
+    SIDE,
     STROKES,
     TEXT_LENGTH,
     WIDTHS,
@@ -34,10 +35,9 @@ from captions import (
     tokens_of,
     training_data,
 )
+from drawing_model import DrawingModel
 from peers import Joined, Pace, Peer, Plan, Work, events
 from sklearn.svm import SVC
-
-from swarm_training.models.text_to_image import TextToImage, TextToImageConfig
 
 PACES = (Pace(16), Pace(8, pause_s=0.1), Pace(16, pause_s=0.2), Pace(4, pause_s=0.05))
 PEAK_RATE, WARMUP_STEPS, LEAST_RATE = 3e-3, 30, 0.05  # the last as a share of the peak
@@ -57,16 +57,9 @@ class Size:
 QUICK = Size(hidden=16, layers=2, batch=48, steps=6, drawings=1)
 
 
-def build_model(size: Size) -> TextToImage:
+def build_model(size: Size) -> DrawingModel:
     torch.manual_seed(0)
-    config = TextToImageConfig(
-        text_vocab=len(WORDS),
-        text_length=TEXT_LENGTH,
-        image_vocab=LEVELS,
-        hidden_size=size.hidden,
-        num_layers=size.layers,
-    )
-    return TextToImage(config)
+    return DrawingModel(len(WORDS), TEXT_LENGTH, LEVELS, SIDE, size.hidden, size.layers)
 
 
 def build(size: Size) -> Work:
@@ -78,11 +71,11 @@ def build(size: Size) -> Work:
     held_out_captions, held_out_images = describer.describe(images, digits), to_tokens(images)
 
     def loss(numbers: torch.Tensor) -> torch.Tensor:
-        return model(training.captions[numbers], training.images[numbers]).loss
+        return model(training.captions[numbers], training.images[numbers])
 
     @torch.no_grad()
     def held_out_loss() -> float:
-        return model(held_out_captions, held_out_images).loss.item()
+        return model(held_out_captions, held_out_images).item()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     return Work(model, optimizer, len(training), loss, held_out_loss, functools.partial(rate, steps=size.steps))
@@ -143,9 +136,9 @@ def asked_for(per_digit: int) -> torch.Tensor:
     return torch.tensor([tokens_of(DIGITS[number // per_digit], *words) for number, words in enumerate(picked)])
 
 
-def drawn(model: TextToImage, captions: torch.Tensor) -> torch.Tensor:
+def drawn(model: DrawingModel, captions: torch.Tensor) -> torch.Tensor:
     """Image tokens [n, 64]; the same ones every time."""
-    return model.sample(captions, TEMPERATURE, generator=torch.Generator().manual_seed(0))
+    return model.draw(captions, TEMPERATURE, torch.Generator().manual_seed(0))
 
 
 def share_right(classifier: SVC, images: torch.Tensor, captions: torch.Tensor) -> float:

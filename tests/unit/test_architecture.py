@@ -118,7 +118,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["checkpoints"],
         ["evaluation"],
         ["averaging"],
-        ["progress", "compression", "optim", "models", "ledger", "losses"],
+        ["progress", "compression", "optim", "ledger", "losses"],
         ["core", "numerics"],
         ["pb"],
     ],

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode, encode
-from swarm_training.models.shared_blocks import Block
 from swarm_training.stages.compress.layers import BoundaryCompression, boundary
 
 HIDDEN = 24
@@ -155,20 +154,31 @@ def batch(index: int) -> Tensor:
     return ids
 
 
+class Block(nn.TransformerEncoderLayer):
+    """A Transformer block of pre-norm causal attention and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, 4, 4 * SIZE, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(hidden.shape[1])
+        return super().forward(hidden, src_mask=causal, is_causal=True)
+
+
 class TwoStages(nn.Module):
     def __init__(self, layers: str, codec: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.codec = codec
         self.embedding = nn.Embedding(VOCAB, SIZE)
         self.positions = nn.Parameter(torch.randn(LENGTH, SIZE) * 0.02)
-        self.first, self.second = Block(SIZE, 4), Block(SIZE, 4)
+        self.first, self.second = Block(), Block()
         self.norm, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, VOCAB)
         self.down, self.up = boundary(layers, SIZE, seed=5)
 
     def loss(self, ids: Tensor) -> Tensor:
         hidden = self.embedding(ids[:, :-1]) + self.positions[: LENGTH - 1]
-        arrived: Tensor = Sent.apply(self.down(self.first(hidden)[0]), self.codec)
-        logits = self.head(self.norm(self.second(self.up(arrived))[0]))
+        arrived: Tensor = Sent.apply(self.down(self.first(hidden)), self.codec)
+        logits = self.head(self.norm(self.second(self.up(arrived))))
         return functional.cross_entropy(logits[:, 1:].flatten(0, 1), ids[:, 2:].flatten())
 
 

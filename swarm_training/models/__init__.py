@@ -1,1 +1,0 @@
-"""Small models whose layers share their parameters."""
