@@ -31,6 +31,7 @@ from swarm_client.sessions.session import RemoteSession
 from swarm_models.checkpoints.default_model import locate
 from swarm_models.checkpoints.describing import describe
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import Closing
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 
@@ -52,7 +53,7 @@ def model_path(name: str, directory: Path) -> Path:
     return make_model(name, directory) if name in SHAPES else Path(locate(name))
 
 
-class Replicas:
+class Replicas(Closing):
     """Server processes of one private swarm: several for every span, and another for each that is ended."""
 
     def __init__(
@@ -108,12 +109,6 @@ class Replicas:
     def client(self, **options: Any) -> PreTrainedModel:
         """A distributed model, which is a context manager."""
         return DistributedModel.from_pretrained(str(self.path), swarm=self.swarm, **options)
-
-    def __enter__(self) -> Replicas:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 def random_prompts(path: Path, lengths: Sequence[int], seed: int) -> list[torch.Tensor]:

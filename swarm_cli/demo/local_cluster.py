@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import Closing
 from swarm_protocol.process import config_file
 from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.process.scratch import scratch_directory
@@ -67,7 +68,7 @@ class LocalServer:
         return not self.alive
 
 
-class LocalCluster:
+class LocalCluster(Closing):
     """A cluster of servers that start fast, as forks of a process that has imported everything. Its context ends them.
 
     Each server computes with one thread, and has only the given flags; the user's configuration file is not read.
@@ -135,9 +136,3 @@ class LocalCluster:
         self._process.wait()
         self._process.stdout.close()
         self._directory.cleanup()
-
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -29,7 +29,7 @@ from swarm_client.speculation.generating import Ends, GeneratedText, has_room, r
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.speculation import Guessing
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
-from swarm_protocol.failures import logged_errors
+from swarm_protocol.failures import Closing, logged_errors
 from swarm_protocol.wire.block_input import BlockInput
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ _Ending = FinishReason | Exception | Literal["lost"]  # lost: nobody listens
 _Event = _New | _Cancelled | _Stepped | None  # None: the loop must end
 
 
-class GenerationLoop:
+class GenerationLoop(Closing):
     """A loop that computes many generations at once. Each has its own session, and joins and leaves at any token.
 
     A generation writes the same text as ``generate`` alone, after ``torch.manual_seed`` with its seed. A failed server
@@ -146,12 +146,6 @@ class GenerationLoop:
             self._is_closed = True
             self._inbox.put(None)
         self._thread.join()
-
-    def __enter__(self) -> GenerationLoop:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     # ------------------------------------------------------------ the loop
 

@@ -39,14 +39,14 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family
 from swarm_models.checkpoints.hollow_model import copy_names, hf_loader, hosted_alone
 from swarm_protocol.errors import RequestRejected
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import Closing, undone_on_error
 
 B = TypeVar("B", bound=BlockModule)
 
 _AXES = 3  # time, height and width; see ``Family.position_axes``
 
 
-class RemoteModelMixin(PromptsMixin, LoraMixin):
+class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
     """The attributes and methods that a distributed model adds to the stock class.
 
     Attributes:
@@ -112,12 +112,6 @@ class RemoteModelMixin(PromptsMixin, LoraMixin):
         """Leave the swarm. The model cannot compute afterwards."""
         self._shared_loop.close()
         background.run(self.blocks.swarm.close())
-
-    def __enter__(self) -> RemoteModelMixin:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:
         raise TypeError(

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from swarm_protocol.failures import Closing
 from swarm_training.data.blocks import BlockBatches
 from swarm_training.data.streaming import StreamBatches
 
 
-class Prefetcher:
+class Prefetcher(Closing):
     """A series of batches that keeps up to ``depth`` batches of another series ready. Close it, or use ``with``."""
 
     def __init__(self, batches: BlockBatches | StreamBatches, depth: int = 2) -> None:
@@ -46,12 +47,6 @@ class Prefetcher:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
-
-    def __enter__(self) -> Prefetcher:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _produce(self) -> None:
         try:

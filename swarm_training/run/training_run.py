@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.failures import Closing
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TrainingRun:
+class TrainingRun(Closing):
     """One peer's membership in a run.
 
     After ``loss.backward()``, call ``step(samples)``, which takes the gradients. Once all peers together have the
@@ -308,14 +308,6 @@ class TrainingRun:
         """Return a context in which the model has the moving average of its weights, for evaluating or saving it. Do
         not call ``step`` inside. Entering it raises ValueError if ``average_decay`` of the config is 0."""
         return self._state.averaged()
-
-    def __enter__(self) -> TrainingRun:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _join(self, timeout_s: float, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
         """Load the state of the run. If the run starts again, offer the own state, which is that of ``resumed_at``."""

@@ -18,6 +18,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.failures import Closing
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.span import Span
@@ -30,7 +31,7 @@ from tests.worlds.memory_dht import forget, hold_in_memory
 _numbers = itertools.count()
 
 
-class InProcessServers:
+class InProcessServers(Closing):
     """Servers of one private swarm on the event loop of this process (grpc.aio wants all its traffic on one loop).
 
     Each has its own DHT node, libp2p daemon and gRPC port; blocks are not quantised unless a test asks for it.
@@ -119,12 +120,6 @@ class InProcessServers:
             background.run(self._dht.shutdown())
         if self._memory_dht:
             forget(self.swarm)
-
-    def __enter__(self) -> InProcessServers:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 async def _stop(server: Server) -> None:

@@ -13,6 +13,7 @@ import grpc
 
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord
+from swarm_protocol.failures import Closing
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -28,7 +29,7 @@ def own_credentials() -> ClientCredentials:
     return ClientCredentials(Identity.generate())
 
 
-class RawClient:
+class RawClient(Closing):
     """Sends hand-made messages to one server."""
 
     def __init__(self, record: ServerRecord, credentials: ClientCredentials | None = None) -> None:
@@ -93,12 +94,6 @@ class RawClient:
 
     def close(self) -> None:
         background.run(self._channel.close())
-
-    def __enter__(self) -> RawClient:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 class RawStream:

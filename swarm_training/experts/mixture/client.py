@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.failures import Closing
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.process import network_loop
 from swarm_training.experts.directory.board import DhtExpertRegistry, DhtNodeOfExperts
 from swarm_training.experts.net.calls import GrpcCalls
 
 
-class ExpertClient:
+class ExpertClient(Closing):
     """The client of any number of layers, a context manager; it works on the network loop of this process."""
 
     def __init__(self, initial_peers: Sequence[str], *, membership: Path | None = None) -> None:
@@ -49,9 +49,3 @@ class ExpertClient:
     async def _close(self) -> None:
         await self.calls.close()
         await self._dht.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import NoSwarm, SwarmError
-from swarm_protocol.failures import logged_errors
+from swarm_protocol.failures import Closing, logged_errors
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
@@ -42,7 +42,7 @@ _LAST_REPLICAS_S = 10.0  # for sending replicas when the server ends
 _logger = logging.getLogger(__name__)
 
 
-class ExpertServer:
+class ExpertServer(Closing):
     """A server of experts that serves from its construction until ``close``; also a context manager.
 
     It works on the network loop of this process, in parallel to the caller.
@@ -108,12 +108,6 @@ class ExpertServer:
     def close(self) -> None:
         """Withdraw the experts, save them if the server has a directory, and stop."""
         network_loop.run(self._stop())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _expert(self, saved: Cell | None) -> Expert:
         config = self.config
