@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
-from swarm_protocol.process.logs import shows_progress
+from swarm_protocol.process.logs import progress_bar
 
 _DELAY_S = 0.5  # a shorter read needs no bar
 
@@ -19,16 +17,8 @@ _DELAY_S = 0.5  # a shorter read needs no bar
 @contextmanager
 def reading_shown(tensors: Mapping[str, StoredTensor]) -> Iterator[dict[str, StoredTensor]]:
     """Yield the same tensors, and show on stderr how much of them has been read."""
-    with tqdm(
-        total=sum(tensor.size_bytes for tensor in tensors.values()),
-        desc="loading embeddings and head",
-        unit="B",
-        unit_scale=True,
-        file=sys.stderr,
-        leave=False,
-        delay=_DELAY_S,
-        disable=not shows_progress(),
-    ) as bar:
+    total = sum(tensor.size_bytes for tensor in tensors.values())
+    with progress_bar(total, "loading embeddings and head", unit="B", unit_scale=True, delay=_DELAY_S) as bar:
         yield {name: _Counted(tensor, bar) for name, tensor in tensors.items()}
 
 

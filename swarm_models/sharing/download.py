@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -24,7 +23,7 @@ from swarm_models.sharing.manifest import HeldPieces, SharedFile
 from swarm_models.sharing.piece_store import PieceStore
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, CheckpointError, PeerBusy, PeerUnavailable, SwarmError
-from swarm_protocol.process.logs import shows_progress
+from swarm_protocol.process.logs import progress_bar
 from swarm_protocol.process.routine import end_tasks
 
 InThread = Callable[..., Awaitable[Any]]
@@ -100,16 +99,7 @@ class Download:
                 return
             size_bytes = sum(piece.size_bytes for piece in found)
             self.store.require_room(size_bytes)
-            bar: tqdm[Any] = tqdm(
-                total=size_bytes,
-                desc="weights from the swarm",
-                unit="B",
-                unit_scale=True,
-                file=sys.stderr,
-                leave=False,
-                disable=not shows_progress(),
-            )
-            with bar:
+            with progress_bar(size_bytes, "weights from the swarm", unit="B", unit_scale=True) as bar:
                 await _Transfers(self, found, bar).run()
 
     def _missing(self, wanted: Wanted) -> list[Piece]:

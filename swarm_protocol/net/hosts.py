@@ -1,9 +1,21 @@
-"""Parsing and formatting of hosts and ports."""
+"""Parsing and formatting of hosts and ports, and this machine's address on the way to a host."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Sequence
+
+_ANY_PORT = 9  # any port will do, because nothing is sent
+
+
+def source_address(host: str) -> str:
+    """Return the own address from which packets go to ``host``; nothing is sent. Raise OSError without a route."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    return address
 
 
 def split_address(address: str, default_port: int) -> tuple[str, int]:

@@ -9,7 +9,10 @@ import os
 import sys
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 ERASE_LINE = "\r\x1b[K"  # for terminals: back to the beginning of the line, which is empty then
 FOREGROUND = "SWARM_FOREGROUND"  # the process group of the command that this process is a part of
@@ -62,6 +65,14 @@ def writes_json() -> bool:
 def shows_progress() -> bool:
     """Return whether progress bars may be shown: stderr is a terminal, and logs are not JSON."""
     return sys.stderr.isatty() and not writes_json()
+
+
+def progress_bar(total: int, description: str, **options: Any) -> tqdm[Any]:
+    """Return a progress bar on stderr, which is removed at its end. ``options``: those of ``tqdm``."""
+    from tqdm import tqdm
+
+    shown = shows_progress()
+    return tqdm(total=total, desc=description, file=sys.stderr, leave=False, disable=not shown, **options)
 
 
 def is_in_foreground() -> bool:

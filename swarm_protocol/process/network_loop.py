@@ -11,7 +11,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from swarm_protocol.process.routine import end_tasks
@@ -31,6 +31,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return future.result()
     finally:
         future.cancel()  # does nothing to a future that is done
+
+
+def call(function: Callable[..., T], *arguments: object) -> T:
+    """Call a plain function on the network loop, whose objects belong to it, and wait for the result."""
+
+    async def called() -> T:
+        return function(*arguments)
+
+    return run(called())
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

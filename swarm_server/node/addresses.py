@@ -16,9 +16,10 @@ from pathlib import Path
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.file_lock import try_lock
+from swarm_protocol.net.hosts import source_address
 from swarm_protocol.process.local_registry import is_loopback
 from swarm_protocol.rpc.serving import cannot_listen
-from swarm_server.reach.own_addresses import LOOPBACK, outside_addresses, source_address
+from swarm_server.reach.own_addresses import LOOPBACK, outside_addresses
 
 
 def ip_address(host: str) -> str:

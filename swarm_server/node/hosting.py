@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import max_positions, sees
@@ -22,7 +20,7 @@ from swarm_models.gpu.devices import best_device, default_dtype, named_device
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import Report, devices_of, quantize_, require_device
 from swarm_models.quantization.split_linear import split_linears_
-from swarm_protocol.process.logs import shows_progress
+from swarm_protocol.process.logs import progress_bar
 from swarm_protocol.span import Span
 from swarm_server.adapters.store import AdapterStore
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -347,15 +345,7 @@ class SpanLoader:
 
     def _load_parts(self, span: Span, then: Callable[[torch.nn.Module], None] | None = None) -> Stack:
         """Load a span; ``then`` is called with each module whose linear layers have been packed."""
-        bar = tqdm(
-            total=len(span),
-            desc="loading blocks",
-            unit="block",
-            file=sys.stderr,
-            leave=False,
-            disable=not shows_progress(),
-        )
-        with bar:
+        with progress_bar(len(span), "loading blocks", unit="block") as bar:
             parts, report = load_parts(
                 self._config, self._checkpoint, self._dtype, self._split(span), then, lambda _index: bar.update()
             )

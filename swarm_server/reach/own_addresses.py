@@ -7,23 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from swarm_protocol.dht.addresses import tcp_target
-from swarm_protocol.net.hosts import host_port, split_address
+from swarm_protocol.net.hosts import host_port, source_address, split_address
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import is_loopback
 
 ANY_HOSTS = ("0.0.0.0", "::")
 LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # any port will do, because nothing is sent
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # documentation addresses: routed like any outside address
-
-
-def source_address(host: str) -> str:
-    """Return the own address from which packets go to ``host``; nothing is sent. Raise OSError without a route."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def outside_addresses() -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 
 import grpc
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.hosts import host_port
+from swarm_protocol.net.hosts import host_port, source_address
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.rpc.serving import start_server
@@ -24,7 +22,6 @@ from swarm_training.net.channels import GrpcNetwork
 from swarm_training.progress.board import DhtPeerRegistry
 
 _LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9
 _GRACE_S = 0.2
 
 
@@ -102,13 +99,8 @@ def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
         return host
     targets = [target for target in map(tcp_target, initial_peers) if target is not None]
     for peer_host, _ in targets:
-        family = socket.AF_INET6 if ":" in peer_host else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((peer_host, _ANY_PORT))  # UDP: this selects a route and sends nothing
-                return str(ip_address(probe.getsockname()[0]))
-        except OSError:
-            continue
+        with suppress(OSError):
+            return source_address(peer_host)
     if targets:
         raise ValueError(f"no route leads to {initial_peers[0]}: expected an address that can be reached")
     return _LOOPBACK

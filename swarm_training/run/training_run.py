@@ -193,17 +193,17 @@ class TrainingRun(Closing):
     @property
     def records(self) -> tuple[Progress, ...]:
         """Return the newest record of each peer that has been heard from recently, with this peer's own first."""
-        return network_loop.run(self._view()).all
+        return network_loop.call(self._presence.peer.view).all
 
     @property
     def bans(self) -> dict[str, ModeratorOrder]:
         """Return the moderators' bans that are in force now, by peer id."""
-        return network_loop.run(self._bans())
+        return network_loop.call(self._presence.peer.bans)
 
     @property
     def seconds_to_step(self) -> float | None:
         """Return the estimated seconds until the next global step; None while no peer has measured its speed."""
-        return policy.seconds_to_step(network_loop.run(self._view()))
+        return policy.seconds_to_step(network_loop.call(self._presence.peer.view))
 
     @property
     def num_peers(self) -> int:
@@ -218,13 +218,13 @@ class TrainingRun(Closing):
     @property
     def reason_of_end(self) -> str:
         """Return why the run has ended, for all peers at this step; empty while it goes on. See ``Evaluation``."""
-        return network_loop.run(self._reason_of_end())
+        return network_loop.call(lambda: self._presence.peer.reason_of_end)
 
     @property
     def ledger(self) -> dict[str, UserTotal]:
         """Return samples and rounds by user, most samples first, for all known steps. Contributors have signed them,
         and they are countersigned. A user is the name in a token, or the peer id in a run without an organiser."""
-        return network_loop.run(self._totals())
+        return network_loop.call(self._presence.peer.ledger.totals)
 
     def step(self, samples: int, loss: float | None = None) -> None:
         """Take the gradients, which must be a mean over ``samples`` samples, and take a local step with them if there
@@ -319,10 +319,7 @@ class TrainingRun(Closing):
             self._drive(self._share.load())
             if time.monotonic() > deadline_s and not peer.own.state_digest:
                 raise peer.downloads.no_state()
-        network_loop.run(self._withdraw_offers())
-
-    async def _withdraw_offers(self) -> None:
-        self._presence.peer.withdraw_offers()
+        network_loop.call(peer.withdraw_offers)
 
     def _drive(self, calls: PeerCalls) -> None:
         """Run each coroutine that ``calls`` yields on the network loop, and send its result back to ``calls``."""
@@ -334,18 +331,6 @@ class TrainingRun(Closing):
             return
         finally:
             calls.close()
-
-    async def _view(self) -> policy.LocalView:
-        return self._presence.peer.view()
-
-    async def _reason_of_end(self) -> str:
-        return self._presence.peer.reason_of_end
-
-    async def _bans(self) -> dict[str, ModeratorOrder]:
-        return self._presence.peer.bans()
-
-    async def _totals(self) -> dict[str, UserTotal]:
-        return self._presence.peer.ledger.totals()
 
 
 def _check_local(
