@@ -30,7 +30,7 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
-from swarm_protocol.dht.stored_records import limit_records, owner_of, read_items, subkey_of
+from swarm_protocol.dht.stored_records import Expirations, limit_records, owner_of, read_items, subkey_of
 from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, DHTNode, P2PDaemonError, PeerID, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
@@ -75,7 +75,7 @@ class Dht:
         self._climb_every = climb_every
         self._access = access
         self.num_strangers = 0
-        self._expiration = 0.0
+        self._expirations = Expirations()
         self._places: dict[str, _Place] = {}  # by model
         self._publishing = asyncio.Lock()
         self._reading = asyncio.Semaphore(_PARALLEL_READS)
@@ -155,11 +155,7 @@ class Dht:
 
     async def addresses(self) -> list[str]:
         """Return the multiaddrs under which peers can join through this node."""
-        p2p = self._node.p2p
-        try:
-            return [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-        except (OSError, asyncio.IncompleteReadError):  # the daemon is gone, and will be replaced
-            return [str(address) for address in await p2p.get_visible_maddrs()]
+        return await dht_node.addresses(self._node)
 
     @property
     def is_alive(self) -> bool:
@@ -247,9 +243,9 @@ class Dht:
         async with self._publishing:
             place = self._places.setdefault(record.model, _Place())
             withdrawn = dataclasses.replace(
-                record, state=ServerState.OFFLINE, expires_at=self._next_expiration(lifetime_s)
+                record, state=ServerState.OFFLINE, expires_at=self._expirations.after(lifetime_s)
             )
-            record = dataclasses.replace(record, expires_at=self._next_expiration(lifetime_s))
+            record = dataclasses.replace(record, expires_at=self._expirations.after(lifetime_s))
             if record.state is ServerState.OFFLINE:
                 storing = self._overwrite(place, list(place.standing), record)
             else:
@@ -330,11 +326,6 @@ class Dht:
             subkey=self._subkey,
         )
         return stored
-
-    def _next_expiration(self, lifetime_s: float) -> float:
-        """Return an expiration later than all before, because a later expiration replaces an earlier one."""
-        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
-        return self._expiration
 
     async def _read(self, model: str, shard: str) -> Mapping[Any, Any]:
         """Return everything in a shard, by subkey, with its expiration."""

@@ -109,6 +109,14 @@ def is_alive(node: DHTNode) -> bool:
     return node.p2p._child.returncode is None
 
 
+async def addresses(node: DHTNode) -> list[str]:
+    """Return the multiaddrs under which peers can join through a node: the last known ones if its daemon is gone."""
+    try:
+        return [str(address) for address in await node.p2p.get_visible_maddrs(latest=True)]
+    except (OSError, asyncio.IncompleteReadError):
+        return [str(address) for address in await node.p2p.get_visible_maddrs()]
+
+
 async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
     options: dict[str, Any] = (
         {"host_maddrs": [multiaddr(listening.host, listening.port)]}

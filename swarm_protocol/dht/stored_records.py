@@ -179,6 +179,17 @@ def limit_records(
     node.protocol.record_validator.limit(max_lifetime_s, access)
 
 
+class Expirations:
+    """The expirations of a peer's own records, each later than all before: a later record replaces an earlier one."""
+
+    def __init__(self) -> None:
+        self._latest = 0.0
+
+    def after(self, lifetime_s: float) -> float:
+        self._latest = max(get_dht_time() + lifetime_s, self._latest + 0.001)
+        return self._latest
+
+
 async def store_item(
     node: DHTNode, key: str, subkey: str, data: bytes, expires_at: float, timeout_s: float = 10.0
 ) -> bool:

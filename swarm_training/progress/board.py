@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.bootstrap import rejoin_if_alone, start_joined
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.dht.stored_records import limit_records, read_items, store_item, subkey_of
+from swarm_protocol.dht.stored_records import Expirations, limit_records, read_items, store_item, subkey_of
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
@@ -37,7 +37,7 @@ class DhtPeerRegistry:
         self._key = f"swarm.training.v1/{run}/progress"
         self._orders_key = f"swarm.training.v1/{run if moderated_as is None else moderated_as}/orders"
         self._subkey = subkey_of(identity)
-        self._expiration = 0.0
+        self._expirations = Expirations()
 
     @classmethod
     async def join(
@@ -59,12 +59,11 @@ class DhtPeerRegistry:
 
     async def addresses(self) -> list[str]:
         """Return multiaddrs with which other peers can join through this node."""
-        return [str(address) for address in await self.node.p2p.get_visible_maddrs()]
+        return await dht_node.addresses(self.node)
 
     async def publish(self, record: pb.SignedProgress) -> None:
-        self._expiration = max(get_dht_time() + LIFETIME_S, self._expiration + 0.001)
-        data = record.SerializeToString()
-        await store_item(self.node, self._key, self._subkey, data, self._expiration)  # again soon, if not in time
+        data, expires_at = record.SerializeToString(), self._expirations.after(LIFETIME_S)
+        await store_item(self.node, self._key, self._subkey, data, expires_at)  # again soon, if not in time
 
     async def read(self) -> list[pb.SignedProgress]:
         """Return the records of all peers, not yet verified."""

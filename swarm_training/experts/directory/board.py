@@ -15,9 +15,9 @@ from swarm_protocol.dht import node as dht_node
 from swarm_protocol.dht.bootstrap import rejoin_if_alone, start_joined
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.revocations import Revocations
-from swarm_protocol.dht.stored_records import items_of, limit_records, owner_of, subkey_of
+from swarm_protocol.dht.stored_records import Expirations, items_of, limit_records, owner_of, subkey_of
 from swarm_protocol.errors import PeerUnavailable
-from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
+from swarm_protocol.net.hivemind_parts import DHTNode
 from swarm_training.experts.core.cells import Prefix, check_grid, check_name, expert_name
 from swarm_training.experts.directory.records import ExpertHolder, read_record, record_of
 
@@ -47,7 +47,7 @@ class DhtNodeOfExperts:
 
     async def addresses(self) -> list[str]:
         """Return the multiaddrs under which others can join through this node."""
-        return [str(address) for address in await self.node.p2p.get_visible_maddrs()]
+        return await dht_node.addresses(self.node)
 
     @property
     def is_alive(self) -> bool:
@@ -66,7 +66,7 @@ class DhtExpertRegistry:
         self._grid = check_grid(grid)
         self._hidden = hidden
         self._dht = dht
-        self._expiration = 0.0
+        self._expirations = Expirations()
         control = dht.access.control
         self.revocations = None if control is None else Revocations(dht.node, name, control)
 
@@ -98,13 +98,13 @@ class DhtExpertRegistry:
 
     async def _publish(self, own: ExpertHolder, following: Mapping[str, Iterable[int]], lifetime_s: float) -> bool:
         """Publish under each key a record with the given coordinates."""
-        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
+        expires_at = self._expirations.after(lifetime_s)
         keys = list(following)
         values = [record_of(own, self._hidden, after, self._dht.access.token) for after in following.values()]
         subkeys = [subkey_of(self._dht.access.identity)] * len(keys)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                stored = await self._dht.node.store_many(keys, values, self._expiration, subkeys=subkeys)
+                stored = await self._dht.node.store_many(keys, values, expires_at, subkeys=subkeys)
         except TimeoutError:  # the records are published again soon
             return False
         return all(stored.values())

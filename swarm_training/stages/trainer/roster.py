@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
-from swarm_protocol.dht.stored_records import owner_of, read_items, store_item, subkey_of
-from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
+from swarm_protocol.dht.stored_records import Expirations, owner_of, read_items, store_item, subkey_of
+from swarm_protocol.net.hivemind_parts import DHTNode
 from swarm_protocol.net.identity import Identity
 from swarm_training.stages.pb import stages_pb2 as pb
 
@@ -29,7 +29,7 @@ class TrainerRoster:
         self._own_id = identity.peer_id
         self._first_steps: dict[str, int] = {}
         self._own_first: int | None = None
-        self._expiration = 0.0
+        self._expirations = Expirations()
 
     def trainers(self) -> Mapping[str, int]:
         """Return the step from which on each trainer takes part, by peer id."""
@@ -57,9 +57,8 @@ class TrainerRoster:
 
     async def _publish(self, lifetime_s: float) -> None:
         record = pb.TrainerRecord(has_left=self._own_first is None, first_step=self._own_first or 0)
-        self._expiration = max(get_dht_time() + lifetime_s, self._expiration + 0.001)
-        data = record.SerializeToString()
-        await store_item(self._node, self._key, self._subkey, data, self._expiration, _TIMEOUT_S)
+        data, expires_at = record.SerializeToString(), self._expirations.after(lifetime_s)
+        await store_item(self._node, self._key, self._subkey, data, expires_at, _TIMEOUT_S)
 
     async def _read(self) -> None:
         try:

@@ -20,8 +20,7 @@ async def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_lef
 ) -> None:
     monkeypatch.setattr(roster_module, "_RENEW_S", 0.1)
     nodes = [await dht_node.start(identity(number), Listening("127.0.0.1")) for number in range(2)]
-    addresses = [str(address) for address in await nodes[0].p2p.get_visible_maddrs()]
-    assert await bootstrap(nodes[1], addresses, joins=True)
+    assert await bootstrap(nodes[1], await dht_node.addresses(nodes[0]), joins=True)
     boards = [DhtPeerRegistry(node, "toy/0", identity(number)) for number, node in enumerate(nodes)]
     first, second = (TrainerRoster(board.node, "toy", identity(number)) for number, board in enumerate(boards))
     ids = [identity(number).peer_id for number in range(2)]
