@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import sha256
 
-from swarm_protocol.net.identity import Identity
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import (
     MAX_ROUND_BYTES,
@@ -28,25 +27,13 @@ _MAX_CHECKS = 8  # different contributions of one peer to one step: signatures t
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LedgerCredentials:
-    """A peer's key and token.
-
-    Attributes:
-        token: the token for a private run; empty otherwise.
-    """
-
-    identity: Identity
-    token: bytes = field(default=b"", repr=False)
-
-
 class Crediting:
     """A peer's signer and checker of contributions. Training goes on whatever is wrong with the ledger."""
 
-    def __init__(self, ledger: Ledger, member: LedgerCredentials, moment: Callable[[], Moment]) -> None:
-        """Sign as ``member``. ``moment``: returns where the run is."""
+    def __init__(self, ledger: Ledger, own: SwarmAccess, moment: Callable[[], Moment]) -> None:
+        """Sign with the key and token of ``own``. ``moment``: returns where the run is."""
         self._ledger = ledger
-        self._member = member
+        self._access = own
         self._moment = moment
         self._own: tuple[Moment, int, bytes] | None = None
         self._checked_at: Moment | None = None
@@ -61,8 +48,8 @@ class Crediting:
         if samples < 1:
             return b""
         if self._own is None or self._own[:2] != (moment, samples):
-            content = Contribution(self._ledger.run, moment, self._member.identity.peer_id, samples)
-            signed = content.signed(self._member.identity, self._member.token)
+            content = Contribution(self._ledger.run, moment, self._access.identity.peer_id, samples)
+            signed = content.signed(self._access.identity, self._access.token)
             self._own = moment, samples, signed.SerializeToString()
         return self._own[2]
 
@@ -107,7 +94,7 @@ class Crediting:
                 entries.append((verify_contribution(signed, self._ledger.organiser, now).contribution, signed))
             except ValueError as error:  # its token has expired meanwhile
                 _logger.info("somebody is not credited: %s", error)
-        own = self._member
+        own = self._access
         peers = {own.identity.peer_id, *(given.peer_id for given, _ in entries)}
         if not entries or len(peers) < self._ledger.limits.min_peers:
             return b""
@@ -130,7 +117,7 @@ class Crediting:
             raise ValueError("the round is that of another meeting")
         if any(samples > weights.get(peer, 0) for peer, samples in credited.items()):
             raise ValueError("the round credits peers with more than they came with")
-        own = credited.get(self._member.identity.peer_id, 0)
+        own = credited.get(self._access.identity.peer_id, 0)
         if own != self.creditable(given):
             _logger.warning(
                 "%s, who led step %d, has credited this peer with %d samples instead of %d",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
@@ -25,7 +26,7 @@ from swarm_training.evaluation.evaluator import Evaluator, PendingEvaluation
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
-from swarm_training.ledger.crediting import Crediting, LedgerCredentials
+from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.ledger.orders import ModeratorOrder, Orders
 from swarm_training.meeting.attending import Averaged, WentBack
@@ -72,7 +73,7 @@ class TrainingPeer:
     def __init__(
         self,
         config: TrainingConfig,
-        member: LedgerCredentials,
+        member: SwarmAccess,
         own: Progress,
         environment: Environment,
         state: TrainedState,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.archive import KeptLedger
-from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.net.membership import RunMembership, serve
 from swarm_training.net.service import TrainingService
@@ -58,7 +58,7 @@ class PeerProcess:
             )
             peer = TrainingPeer(
                 config,
-                LedgerCredentials(member.identity, member.token),
+                SwarmAccess(member.identity, member.token),
                 own,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,

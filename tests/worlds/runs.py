@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
@@ -19,7 +20,6 @@ from swarm_training.core.local_stream import LocalStream, stream_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.evaluation.evaluation import Evaluation
-from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.ledger.orders import Orders
 from swarm_training.meeting.attending import Averaged
 from swarm_training.optim.local_steps import LocalSteps
@@ -273,7 +273,7 @@ class SimulatedPeer:
         )
         peer = TrainingPeer(
             config,
-            LedgerCredentials(own),
+            SwarmAccess(own),
             record,
             Environment(
                 SimulatedNetwork(world, own.peer_id), world.board(own.peer_id), in_thread, random.Random(number)

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import PeerMoved, PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.bitmap import contains
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
@@ -300,7 +300,7 @@ class StageWorld(World):
         )
         peer = TrainingPeer(
             config,
-            LedgerCredentials(own),
+            SwarmAccess(own),
             record,
             Environment(network, board, at_once, random.Random(number)),
             state,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.process.routine import end_tasks
@@ -32,7 +33,6 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.data.blocks import TokenBlocks
-from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
@@ -208,7 +208,7 @@ class WholeRun:
         record = Progress(runs[index], own.peer_id, state=JOINING, target_batch_size=MICRO_BATCHES, model=model)
         peer = TrainingPeer(
             replace(self.config, lasting_directory=disk),
-            LedgerCredentials(own),
+            SwarmAccess(own),
             record,
             Environment(network, boards[index], asyncio.to_thread, rng),
             state,

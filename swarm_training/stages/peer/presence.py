@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
-from swarm_training.ledger.crediting import LedgerCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership, serve
 from swarm_training.net.service import TrainingService
@@ -124,7 +124,7 @@ class StagePresence:
             )
             peer = TrainingPeer(
                 config,
-                LedgerCredentials(member.identity, member.token),
+                SwarmAccess(member.identity, member.token),
                 record,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
