@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 import multiprocessing
 import os
 import queue
@@ -13,8 +11,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -28,15 +29,24 @@ from tests.swarm.waiting import DEADLINE_S, wait_for
 _numbers = itertools.count()
 
 
-# What every server imports, in the process that is forked.
+# What servers and other commands import, in the process that is forked.
 HEAVY = [
     "tests.swarm.processes",
     "swarm_server.node.server",
     "swarm_server.command_line",
+    "swarm_client.generation.generation",
+    "swarm_client.model.model",
+    "swarm_cli.finetune.trainer",
+    "swarm_cli.finetune.training_data",
     "hivemind.dht.node",
     "uvloop",
+    "datasets",
+    "matplotlib.figure",
     "transformers.models.llama.modeling_llama",
 ]
+AT_ONCE = 4  # commands of ``run_commands``
+COMMAND_DEADLINE_S = 480.0
+POLL_S = 0.01
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(HEAVY)
 
@@ -47,18 +57,28 @@ def preload(*modules: str) -> None:
 
 
 class ForkedProcess:
-    """A module run as ``python -m`` would, in a fork; it has those methods of ``subprocess.Popen`` that are used here.
+    """A module run as ``python -m`` would, or a script, in a fork that is a session of its own; it has those methods of
+    ``subprocess.Popen`` that are used here.
 
     Attributes:
         stdin: what it reads.
         stdout: what it prints, line by line.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], log: Path | None, environment: Mapping[str, str]) -> None:
-        """``log``: of what it says on stderr, which otherwise is that of this process."""
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path | None,
+        environment: Mapping[str, str],
+        output: Path | None = None,
+    ) -> None:
+        """``log``: of what it says on stderr, which otherwise is that of this process. ``output``: a file for what it
+        prints, in place of ``stdout``."""
         stdin, told = _forking.Pipe(duplex=False)
         said, stdout = _forking.Pipe(duplex=False)
-        target = (module, tuple(arguments), stdin, stdout, log and str(log), dict(environment), os.getcwd())
+        files = {1: output, 2: log}
+        target = (module, tuple(arguments), stdin, stdout, files, dict(environment), os.getcwd())
         if log is not None:
             log.touch()  # so that it can be read at once
         with open("/proc/thread-self/ns/net") as network:
@@ -113,7 +133,7 @@ def _become(
     arguments: Sequence[str],
     stdin: Connection,
     stdout: Connection,
-    log: str | None,
+    files: Mapping[int, Path | None],
     environment: Mapping[str, str],
     directory: str,
 ) -> None:
@@ -121,19 +141,25 @@ def _become(
     if not os.path.samestat(os.fstat(network), os.stat("/proc/self/ns/net")):
         enter(network)
     os.close(network)
+    os.setsid()  # whatever it starts can be told by its session
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
-    if log is not None:
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    for descriptor, path in files.items():
+        if path is not None:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     for end in (stdin, stdout):
         end.close()
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another one there
     sys.argv = [module, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module.endswith(".py"):
+            sys.path.insert(0, str(Path(module).parent))
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         remove_scratch()  # the end of a fork is not that of an interpreter
 
@@ -268,24 +294,47 @@ class Outcome:
 
 def run_commands(package: str, commands: list[list[str]], cache: Path) -> list[Outcome]:
     """Runs command lines of ``python -m package``, or of ``python script.py``, several at once."""
-    process = _forker()
-    process.stdin.write(json.dumps({"package": package, "commands": commands, "cache": str(cache)}) + "\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    assert line, "the process that runs commands has ended"
-    return [Outcome(**fields) for fields in json.loads(line)]
+    waiting, outcomes = list(enumerate(commands)), dict[int, Outcome]()
+    running: dict[int, tuple[ForkedProcess, float]] = {}  # by the command's number, with the end of its time
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as name:
+        files = [(Path(name, f"{number}.out"), Path(name, f"{number}.err")) for number in range(len(commands))]
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                number, arguments = waiting.pop(0)
+                output, log = files[number]
+                process = ForkedProcess(package, arguments, log, environment, output)
+                process.stdin.close()
+                running[number] = process, time.monotonic() + COMMAND_DEADLINE_S
+            for number, (process, end_s) in list(running.items()):
+                if time.monotonic() > end_s:
+                    process.kill()
+                if (code := process.poll()) is not None:
+                    del running[number]
+                    process.stdout.close()
+                    outcomes[number] = Outcome(
+                        code, left_behind(process.pid), *(each.read_text() for each in files[number])
+                    )
+            time.sleep(POLL_S)
+    return [outcomes[number] for number in range(len(commands))]
 
 
-@functools.cache
-def _forker() -> subprocess.Popen:
-    """The process that runs commands; it ends with this one, whose end closes its input."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.swarm.forked_commands"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def left_behind(session: int) -> list[str]:
+    """Names of the session's processes that are still there after a while."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (names := _members(session)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return names
+
+
+def _members(session: int) -> list[str]:
+    """Names of the session's processes that live."""
+    names = []
+    for pid in all_processes():
+        with suppress(OSError):  # it has ended just now
+            if os.getsid(pid) == session and is_alive(pid):
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+    return names
 
 
 def is_alive(pid: int) -> bool:
