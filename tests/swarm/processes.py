@@ -53,7 +53,8 @@ _forking.set_forkserver_preload(HEAVY)
 
 def preload(*modules: str) -> None:
     """Have the process that is forked import these modules too, unless it runs already."""
-    _forking.set_forkserver_preload([*HEAVY, *modules])
+    HEAVY.extend(modules)
+    _forking.set_forkserver_preload(HEAVY)
 
 
 class ForkedProcess:

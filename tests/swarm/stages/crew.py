@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from swarm_protocol.process.handle import ProcessHandle
 from tests.swarm.network import ME, Network
+from tests.swarm.processes import ForkedProcess, preload
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
 _LOOK_S = 1.0  # for mates at a stage where nobody can be but those who start together
+preload(
+    "swarm_training.stages.commands.exporting",
+    "swarm_training.stages.commands.serving",
+    "swarm_training.stages.commands.training",
+    "tests.swarm.stages.member",
+    "torch._dynamo",  # the first optimizer of a process imports it
+)
 _STEP = re.compile(r"step (\d+)(?::|$)")
 
 
@@ -27,12 +30,12 @@ _STEP = re.compile(r"step (\d+)(?::|$)")
 class Process:
     """One that runs a command of ``python -m swarm_training.stages``."""
 
-    handle: ProcessHandle
+    process: ForkedProcess
     log: Path
 
     @property
     def pid(self) -> int:
-        return self.handle.pid
+        return self.process.pid
 
     @property
     def lines(self) -> list[str]:
@@ -50,10 +53,10 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        return self.handle.is_alive
+        return self.process.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        self.handle.signal(number)
+        self.process.send_signal(number)
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -94,7 +97,7 @@ class Crew:
         self.peers: list[StageProcess] = []
         self._directory = directory
         self._network = network
-        self._started: list[ProcessHandle] = []
+        self._started: list[Process] = []
 
     def start(self, *stages: int, host: str = ME, lie: str = "") -> list[StageProcess]:
         """A peer of each; returns at once. ``lie``: one of ``LIES``, which these peers tell."""
@@ -102,9 +105,9 @@ class Crew:
         is_empty = {stage: not any(peer.stage == stage for peer in self.peers) for stage in stages}
         found = []
         for stage in stages:
-            how = {"look_s": _LOOK_S if is_empty[stage] else None, "lie": lie}
-            process, log = self._fork("serve", "--stage", str(stage), "--host", address, host=host, **how)
-            found.append(StageProcess(process, log, stage))
+            how = {**({"look_s": _LOOK_S} if is_empty[stage] else {}), **({"lie": lie} if lie else {})}
+            process = self._fork("serve", "--stage", str(stage), "--host", address, host=host, **how)
+            found.append(StageProcess(process.process, process.log, stage))
         self.peers += found
         return found
 
@@ -117,11 +120,11 @@ class Crew:
         return started
 
     def trainer(self, steps: int, *arguments: str) -> Process:
-        return Process(*self._fork("trainer", "--steps", str(steps), *arguments))
+        return self._fork("trainer", "--steps", str(steps), *arguments)
 
     def export(self, directory: Path) -> str:
         """The line that says after which step it was."""
-        process = Process(*self._fork("export", str(directory)))
+        process = self._fork("export", str(directory))
         wait_for(lambda: not process.is_alive, "the run is exported")
         assert process.lines and "after step" in process.lines[-1], process.stderr
         return process.lines[-1]
@@ -143,24 +146,18 @@ class Crew:
         """By which others join now."""
         return [peer.address for peer in self.peers if peer.address and peer.is_alive][-2:]
 
-    def _fork(self, command: str, *arguments: str, host: str = ME, **how: object) -> tuple[ProcessHandle, Path]:
+    def _fork(self, command: str, *arguments: str, host: str = ME, **how: object) -> Process:
         log = self._directory / f"{command}-{len(self._started) + 1}.stdout"
         joining = ["--initial-peers", *self.addresses] if self.addresses else []
-        task = {
-            "arguments": [command, str(self.run_file), *arguments, *joining],
-            "stdout": str(log),
-            "stderr": str(log.with_suffix(".stderr")),
-            "cache": str(self._directory / "cache"),
-            "namespace": None if host == ME else self._network.namespace_file(host),
-            "look_s": None,
-            "lie": "",
-            **how,
-        }
-        forker = _forker()
-        forker.stdin.write(json.dumps(task) + "\n")
-        forker.stdin.flush()
-        self._started.append(ProcessHandle(int(forker.stdout.readline())))
-        return self._started[-1], log
+        task = [json.dumps(how), command, str(self.run_file), *arguments, *joining]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(self._directory / "cache")}
+
+        def start() -> ForkedProcess:
+            return ForkedProcess("tests.swarm.stages.member", task, log.with_suffix(".stderr"), environment, log)
+
+        process = start() if host == ME else self._network.run(host, start)
+        self._started.append(Process(process, log))
+        return self._started[-1]
 
     def end(self) -> None:
         """Kills whoever still runs."""
@@ -168,20 +165,6 @@ class Crew:
             process.signal(signal.SIGKILL)
         for process in self._started:
             wait_for(lambda process=process: not process.is_alive, "a killed process is gone")
-
-
-@cache
-def _forker() -> subprocess.Popen[str]:
-    """The one of this process."""
-    forker = subprocess.Popen(
-        [sys.executable, "-m", "tests.swarm.stages.forker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    atexit.register(forker.communicate)  # it ends with its stdin, and with it all that it has started
-    return forker
 
 
 @contextmanager

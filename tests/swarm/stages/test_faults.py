@@ -11,7 +11,7 @@ import pytest
 
 from tests.swarm.network import Network
 from tests.swarm.stages.crew import crew
-from tests.swarm.stages.forker import PRESUME_GONE_S
+from tests.swarm.stages.member import PRESUME_GONE_S
 from tests.swarm.stages.model import assert_equal, one_process, write_run
 from tests.swarm.stages.test_kills import require_trained_as_one
 from tests.swarm.waiting import wait_for
