@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -48,17 +47,6 @@ def test_an_answer_whole_and_in_events(gateway: Gateway) -> None:
     assert [block.text for block in last.content] == ["a list of words"]
     assert last.stop_reason == "end_turn" and last.usage.output_tokens == num_tokens
     assert last.usage.input_tokens == num_prompt
-
-
-def test_the_asynchronous_client(gateway: Gateway) -> None:
-    gateway.says("a list")
-
-    async def ask() -> str:
-        client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0)
-        async with client, client.messages.stream(**ASK) as stream:
-            return "".join([text async for text in stream.text_stream])
-
-    assert asyncio.run(ask()) == "a list"
 
 
 @pytest.mark.parametrize("stream", [False, True])

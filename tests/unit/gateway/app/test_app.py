@@ -155,19 +155,6 @@ def test_a_completion_of_several_prompts(gateway: Gateway) -> None:
         assert list(request.prompt) == ids and request.config.max_new_tokens == 16
 
 
-def test_asynchronous_clients(gateway: Gateway) -> None:
-    gateway.says(TEXT)
-
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=WAIT_S) as client:
-            whole = client.completions.create(**COMPLETE)
-            stream = await client.completions.create(**COMPLETE, stream=True)
-            text = "".join([chunk.choices[0].text async for chunk in stream])
-            return [text, (await whole).choices[0].text]
-
-    assert asyncio.run(ask()) == [TEXT, TEXT]
-
-
 @pytest.mark.parametrize("stop", ["integers, sor", ["🦊", "gers"], ["nothing of this", "s, s", "é\n"]])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stop_string_ends_it_wherever_tokens_begin(gateway: Gateway, stop: Any, stream: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from typing import Any
@@ -38,16 +37,6 @@ def test_a_conversation_whole_and_in_lines(gateway: Gateway) -> None:
     assert "".join(part.message.content for part in parts) == "a list of words"
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     assert parts[-1].eval_count == whole.eval_count and parts[-1].created_at.endswith("Z")
-
-
-def test_the_asynchronous_client(gateway: Gateway) -> None:
-    gateway.says("a list")
-
-    async def ask() -> str:
-        answer = await ollama.AsyncClient(gateway.url).chat(**ASK, stream=True)
-        return "".join([part.message.content async for part in answer])
-
-    assert asyncio.run(ask()) == "a list"
 
 
 def test_a_prompt_with_and_without_the_template(caller: Gateway) -> None:

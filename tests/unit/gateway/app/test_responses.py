@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -53,17 +52,6 @@ def test_a_response_whole_and_in_events(gateway: Gateway) -> None:
     ]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "a list of words"
     assert last.output_text == "a list of words" and last.usage == whole.usage
-
-
-def test_the_asynchronous_client(gateway: Gateway) -> None:
-    gateway.says("a list")
-
-    async def ask() -> str:
-        client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
-        async with client, client.responses.stream(**ASK) as stream:
-            return (await stream.get_final_response()).output_text
-
-    assert asyncio.run(ask()) == "a list"
 
 
 @pytest.mark.parametrize("stream", [False, True])
