@@ -12,7 +12,6 @@ import torch
 
 from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig
-from swarm_training.experts.command_line import main
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.core.expert import Expert
 from swarm_training.experts.server.registry import build
@@ -190,24 +189,3 @@ def test_a_cell_that_another_server_goes_on_announcing_is_not_to_be_had() -> Non
         (cell,) = first.experts
         with pytest.raises(Exception, match=rf"another server has demo\.{cell[0]}\.{cell[1]}: expected cells"):
             ExpertServer(beside(first, cells=(cell,), lifetime_s=0.5))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cells", "1.2", "4.0"], "'4.0' is no expert of demo: expected 2 numbers of the grid (4, 6)"),
-        (["--cells", "other.1.2"], "'other.1.2' is no expert of demo"),
-        (["--cells", "1.2", "demo.1.2"], "cells of experts: expected different ones"),
-        (["--replicas", "9"], "replicas: expected 0 to 8"),
-        (["--replica-memory", "nan"], "--replica-memory is nan: expected 0 to"),
-        (["--replicate-every", "0"], "seconds above 0"),
-        (["--adopt", "-1"], "at least 0"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_said(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([*FLAGS, *arguments])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and message in said
