@@ -23,9 +23,9 @@ from common import json_row, write_json
 from repository import ROOT
 from rich.console import Console
 from rich.table import Table
+from simulated_week import DAY_S, HOUR_S, Week, WeekPlan, WeekResult
 
 from tests.worlds.runs import simulate
-from tests.worlds.week import DAY_S, HOUR_S, Week, WeekPlan, WeekResult
 
 assert ROOT.is_dir()
 QUICK = WeekPlan(volunteers=5, days=1.0, round_h=1.0, stops_h=(7.0, 18.0), bad_batch_h=14.0)

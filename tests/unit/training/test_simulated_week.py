@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tests.marks import SLOW
 from tests.worlds.runs import simulate
-from tests.worlds.week import DAY_S, Week, WeekPlan
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from simulated_week import DAY_S, Week, WeekPlan
 
 
 @SLOW
