@@ -1,14 +1,18 @@
-"""Which variants of a test run always, and which only with the slow ones."""
+"""Which variants of a test run always, which only with the slow ones, and which tests run in virtual time."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.worlds.virtual_time import run_virtually
+
 SLOW = pytest.mark.slow
+IN_VIRTUAL_TIME = pytest.mark.run_by(function=partial(run_virtually, limit_s=600.0))
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 

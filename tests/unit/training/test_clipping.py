@@ -15,7 +15,8 @@ from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.sums import ChunkClip, capped, clipped_mean
 from swarm_training.compression.power_sgd import PowerSGD
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.marks import IN_VIRTUAL_TIME
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
 
 CLIPPING = replace(CONFIG, aggregation="centered_clip")
 MEMBERS, CHEATERS = 10, 3
@@ -136,32 +137,29 @@ async def test_a_chunk_is_clipped_once_and_the_loop_goes_on_meanwhile() -> None:
     assert len(calls) == 1
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize(("aggregation", "steps"), [("centered_clip", 15), ("mean", 3)])
-def test_a_run_trains_among_3_of_10_that_send_reversed_gradients(aggregation: str, steps: int) -> None:
+async def test_a_run_trains_among_3_of_10_that_send_reversed_gradients(aggregation: str, steps: int) -> None:
     """To the point where ½|x − goal|² is least. With the mean it does not."""
     goal = torch.linspace(-1.0, 1.0, 37)
+    world, config = World(), replace(CONFIG, aggregation=aggregation)
+    peers = await enter_all(world, MEMBERS, target=50, config=config, optimizer=torch.optim.SGD)
 
-    async def scenario() -> None:
-        world, config = World(), replace(CONFIG, aggregation=aggregation)
-        peers = await enter_all(world, MEMBERS, target=50, config=config, optimizer=torch.optim.SGD)
+    async def train(peer: SimulatedPeer) -> None:
+        generator = torch.Generator().manual_seed(peer.number)
+        scale = -1000.0 if peer.number < CHEATERS else 1.0
+        while peer.state.step < steps:
+            await asyncio.sleep(0.3)
+            noise = 0.1 * torch.randn(37, generator=generator)
+            await peer.step(scale * (peer.parameter.detach() - goal + noise), 5)
 
-        async def train(peer: SimulatedPeer) -> None:
-            generator = torch.Generator().manual_seed(peer.number)
-            scale = -1000.0 if peer.number < CHEATERS else 1.0
-            while peer.state.step < steps:
-                await asyncio.sleep(0.3)
-                noise = 0.1 * torch.randn(37, generator=generator)
-                await peer.step(scale * (peer.parameter.detach() - goal + noise), 5)
-
-        await all_done([peer.spawn(train(peer)) for peer in peers])
-        for step in range(1, steps + 1):
-            histories = [peer.history[step] for peer in peers if step in peer.history]
-            assert all(torch.equal(histories[0], other) for other in histories)
-        error = float((peers[-1].parameter.detach() - goal).norm())
-        start = float((peers[-1].history[0] - goal).norm())
-        assert error < start / 3 if aggregation == "centered_clip" else error > 100 * start
-
-    simulate(scenario)
+    await all_done([peer.spawn(train(peer)) for peer in peers])
+    for step in range(1, steps + 1):
+        histories = [peer.history[step] for peer in peers if step in peer.history]
+        assert all(torch.equal(histories[0], other) for other in histories)
+    error = float((peers[-1].parameter.detach() - goal).norm())
+    start = float((peers[-1].history[0] - goal).norm())
+    assert error < start / 3 if aggregation == "centered_clip" else error > 100 * start
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -15,7 +15,10 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.run.share import DelayedShare
 from swarm_training.run.state import TrainedState
 from swarm_training.run.training_run import TrainingRun
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 DELAYED = replace(CONFIG, delay=True)
 CURVATURES = torch.linspace(0.5, 2.0, 37)
@@ -62,54 +65,47 @@ def require_equal(peers: list[SimulatedPeer], steps: range) -> None:
 
 
 @pytest.mark.parametrize(("latency_s", "call_s"), [(0.01, 0.5), (0.2, 0.05)], ids=["fast line", "slow line"])
-def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
+async def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
     """Each call completes a batch, so that every gradient is one step old."""
     weights = {0: 7, 1: 1, 2: 30}
-
-    async def scenario() -> None:
-        peers = await enter_all(World(latency_s), 3, target=1, config=DELAYED, optimizer=sgd)
-        while any(len(peer.peer.view().all) < len(peers) for peer in peers):
-            await asyncio.sleep(0.1)  # who is not known of is not waited for
-        expected = delayed_descent(peers[0].parameter.detach().clone(), weights, STEPS)
-        for step in range(STEPS + 1):
-            gradients = [gradient_at(peer.parameter, peer.number) for peer in peers]
-            await all_done(
-                [
-                    peer.spawn(peer.step(gradient, weights[peer.number]))
-                    for peer, gradient in zip(peers, gradients, strict=True)
-                ]
-            )
-            assert {peer.state.step for peer in peers} == {step}
-            await asyncio.sleep(call_s)
-        for peer in peers:
-            assert set(peer.groups.values()) == {3}
-            for step in range(1, STEPS + 1):
-                torch.testing.assert_close(peer.history[step], expected[step], rtol=1e-5, atol=1e-5)
-        require_equal(peers, range(1, STEPS + 1))
-
-    simulate(scenario)
+    peers = await enter_all(World(latency_s), 3, target=1, config=DELAYED, optimizer=sgd)
+    while any(len(peer.peer.view().all) < len(peers) for peer in peers):
+        await asyncio.sleep(0.1)  # who is not known of is not waited for
+    expected = delayed_descent(peers[0].parameter.detach().clone(), weights, STEPS)
+    for step in range(STEPS + 1):
+        gradients = [gradient_at(peer.parameter, peer.number) for peer in peers]
+        await all_done(
+            [
+                peer.spawn(peer.step(gradient, weights[peer.number]))
+                for peer, gradient in zip(peers, gradients, strict=True)
+            ]
+        )
+        assert {peer.state.step for peer in peers} == {step}
+        await asyncio.sleep(call_s)
+    for peer in peers:
+        assert set(peer.groups.values()) == {3}
+        for step in range(1, STEPS + 1):
+            torch.testing.assert_close(peer.history[step], expected[step], rtol=1e-5, atol=1e-5)
+    require_equal(peers, range(1, STEPS + 1))
 
 
-def test_a_step_does_not_wait_for_others() -> None:
-    async def scenario() -> None:
-        peers = await enter_all(World(latency_s=0.5), 2, target=20, config=DELAYED)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        await peers[0].step(torch.ones(37), 20)
-        assert loop.time() == began_s
-        before = peers[0].parameter.detach().clone()
-        await peers[0].step(torch.ones(37), 1)  # the other has not come
-        assert loop.time() == began_s and torch.equal(peers[0].parameter, before)
-        await peers[1].step(torch.ones(37), 5)
-        while not await peers[0].peer.has_averaged():
-            await asyncio.sleep(0.1)
-        assert torch.equal(peers[0].parameter, before)  # nothing changes while the caller computes
-        averaged_s = loop.time()
-        await peers[0].step(torch.ones(37), 1)
-        assert loop.time() == averaged_s and not torch.equal(peers[0].parameter, before)
-        assert peers[0].state.step == 1 and peers[0].peer.own.samples == 2
-
-    simulate(scenario)
+async def test_a_step_does_not_wait_for_others() -> None:
+    peers = await enter_all(World(latency_s=0.5), 2, target=20, config=DELAYED)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await peers[0].step(torch.ones(37), 20)
+    assert loop.time() == began_s
+    before = peers[0].parameter.detach().clone()
+    await peers[0].step(torch.ones(37), 1)  # the other has not come
+    assert loop.time() == began_s and torch.equal(peers[0].parameter, before)
+    await peers[1].step(torch.ones(37), 5)
+    while not await peers[0].peer.has_averaged():
+        await asyncio.sleep(0.1)
+    assert torch.equal(peers[0].parameter, before)  # nothing changes while the caller computes
+    averaged_s = loop.time()
+    await peers[0].step(torch.ones(37), 1)
+    assert loop.time() == averaged_s and not torch.equal(peers[0].parameter, before)
+    assert peers[0].state.step == 1 and peers[0].peer.own.samples == 2
 
 
 def test_computing_goes_on_while_gradients_travel() -> None:
@@ -126,27 +122,24 @@ def test_computing_goes_on_while_gradients_travel() -> None:
     assert simulate(lambda: seconds(DELAYED)) < 0.75 * simulate(lambda: seconds(CONFIG))
 
 
-def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail() -> None:
-    async def scenario() -> None:
-        world = World(latency_s=0.05)
-        peers = [SimulatedPeer.make(world, 0, target=80, config=DELAYED)]
-        await peers[0].enter()
-        for number, config in enumerate([CONFIG, DELAYED, DELAYED], 1):
-            peers.append(SimulatedPeer.make(world, number, target=80, config=config))
-            await peers[-1].enter()
-        tasks = [peer.spawn(peer.train(0.2 + 0.1 * peer.number, 5, STEPS)) for peer in peers]
-        while peers[0].state.step < 4:
-            await asyncio.sleep(0.05)
-        joiner = SimulatedPeer.make(world, 4, target=80, config=DELAYED)
-        await joiner.enter()
-        tasks.append(joiner.spawn(joiner.train(0.3, 5, STEPS)))
-        while 5 not in joiner.groups.values() or joiner.share._given is None:
-            await asyncio.sleep(0.01)
-        world.kill(peers[3].peer_id)
-        await all_done([task for task in tasks if task is not tasks[3]])
-        require_equal([*peers, joiner], range(1, STEPS + 1))
-
-    simulate(scenario)
+async def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail() -> None:
+    world = World(latency_s=0.05)
+    peers = [SimulatedPeer.make(world, 0, target=80, config=DELAYED)]
+    await peers[0].enter()
+    for number, config in enumerate([CONFIG, DELAYED, DELAYED], 1):
+        peers.append(SimulatedPeer.make(world, number, target=80, config=config))
+        await peers[-1].enter()
+    tasks = [peer.spawn(peer.train(0.2 + 0.1 * peer.number, 5, STEPS)) for peer in peers]
+    while peers[0].state.step < 4:
+        await asyncio.sleep(0.05)
+    joiner = SimulatedPeer.make(world, 4, target=80, config=DELAYED)
+    await joiner.enter()
+    tasks.append(joiner.spawn(joiner.train(0.3, 5, STEPS)))
+    while 5 not in joiner.groups.values() or joiner.share._given is None:
+        await asyncio.sleep(0.01)
+    world.kill(peers[3].peer_id)
+    await all_done([task for task in tasks if task is not tasks[3]])
+    require_equal([*peers, joiner], range(1, STEPS + 1))
 
 
 @dataclass

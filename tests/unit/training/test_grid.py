@@ -25,9 +25,12 @@ from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import MAX_RECORD_BYTES, sign
 from swarm_training.pb import training_pb2 as pb
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.identities import identity
 from tests.worlds.reducers import Reducer, Traffic, group_of, reduce_all
 from tests.worlds.runs import World, simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 SHARES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0, 10.0]), min_size=17, max_size=MAX_MEMBERS).filter(needs_grid)
 
@@ -167,7 +170,7 @@ def test_who_adds_up_nothing_for_an_owner_gives_it_no_row() -> None:
 @pytest.mark.parametrize(
     ("owners", "hidden", "unequal"), [(17, 0, False), (25, 9, True), (64, 0, False), (20, 0, True)]
 )
-def test_all_get_the_same_bits_which_are_the_weighted_mean(owners: int, hidden: int, unequal: bool) -> None:
+async def test_all_get_the_same_bits_which_are_the_weighted_mean(owners: int, hidden: int, unequal: bool) -> None:
     rng = random.Random(owners)
     shares = [rng.uniform(0.1, 10.0) if unequal else 1.0 for _ in range(owners)] + [0.0] * hidden
     weights = [rng.randrange(0, 100) for _ in shares]
@@ -175,42 +178,34 @@ def test_all_get_the_same_bits_which_are_the_weighted_mean(owners: int, hidden: 
     group, order = group_of(shares, weights)
     gradients = torch.randn(len(shares), length, generator=torch.Generator().manual_seed(owners))
     world = World()
-
-    async def scenario() -> None:
-        traffic = Traffic(world)
-        reducers = await reduce_all(world, group, list(gradients[order]))
-        results = [reducer.round.results for reducer in reducers]
-        assert all(each == results[0] for each in results) and all(each.round.is_complete for each in reducers)
-        mean = await reducers[0].round.mean()
-        exact = (gradients.double() * torch.tensor(weights)[:, None]).sum(0) / sum(weights)
-        assert torch.allclose(mean.double(), exact, rtol=1e-5, atol=1e-6)
-        for reducer, peer_id in zip(reducers, group.peer_ids, strict=True):
-            assert not reducer.round.broken
-            assert traffic.opened[peer_id] <= 2 * (math.sqrt(len(shares)) - 1) + 2
-            assert (reducer.round.bytes_sent, reducer.round.bytes_received) == (
-                traffic.sent[peer_id],
-                traffic.received[peer_id],
-            )
-        called = {target for _, _, target, kind in world.log if kind == "open"}
-        assert called == {member.record.peer_id for member in group.members if member.share}
-
-    simulate(scenario)
+    traffic = Traffic(world)
+    reducers = await reduce_all(world, group, list(gradients[order]))
+    results = [reducer.round.results for reducer in reducers]
+    assert all(each == results[0] for each in results) and all(each.round.is_complete for each in reducers)
+    mean = await reducers[0].round.mean()
+    exact = (gradients.double() * torch.tensor(weights)[:, None]).sum(0) / sum(weights)
+    assert torch.allclose(mean.double(), exact, rtol=1e-5, atol=1e-6)
+    for reducer, peer_id in zip(reducers, group.peer_ids, strict=True):
+        assert not reducer.round.broken
+        assert traffic.opened[peer_id] <= 2 * (math.sqrt(len(shares)) - 1) + 2
+        assert (reducer.round.bytes_sent, reducer.round.bytes_received) == (
+            traffic.sent[peer_id],
+            traffic.received[peer_id],
+        )
+    called = {target for _, _, target, kind in world.log if kind == "open"}
+    assert called == {member.record.peer_id for member in group.members if member.share}
 
 
 @pytest.mark.parametrize("grid", [False, True])
-def test_a_grid_costs_fewer_streams_and_no_more_bytes(grid: bool) -> None:
+async def test_a_grid_costs_fewer_streams_and_no_more_bytes(grid: bool) -> None:
     """Each of 25 peers has 2 (sqrt(25) - 1) = 8 streams instead of 24; both ways it sends and receives 2 (1 - 1/25)
     times the gradient."""
     group, _ = group_of([1.0] * 25, [1] * 25)
     world = World()
-
-    async def scenario() -> None:
-        traffic = Traffic(world)
-        await reduce_all(world, replace(group, grid=grid), list(torch.randn(25, 100)))
-        assert set(traffic.opened.values()) == {8 if grid else 24}
-        assert set(traffic.sent.values()) == set(traffic.received.values()) == {2 * 4 * 100 * 24 // 25}
-
-    simulate(scenario)
+    traffic = Traffic(world)
+    await reduce_all(world, replace(group, grid=grid), list(torch.randn(25, 100)))
+    assert set(traffic.opened.values()) == {8 if grid else 24}
+    assert set(traffic.sent.values()) == set(traffic.received.values()) == {2 * 4 * 100 * 24 // 25}
 
 
 def test_what_int8_loses_on_either_level_comes_later() -> None:

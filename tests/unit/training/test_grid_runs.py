@@ -15,9 +15,11 @@ import torch
 
 from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
-from tests.marks import SLOW, in_tiers
+from tests.marks import IN_VIRTUAL_TIME, SLOW, in_tiers
 from tests.unit.training.test_simulated_runs import TwoPhases, require_equal
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
+
+pytestmark = IN_VIRTUAL_TIME
 
 COUNT, ROWS = 19, 5
 LR = 0.1
@@ -117,28 +119,25 @@ def spawn(peers: Collection[SimulatedPeer], until_step: int = 1) -> dict[str, as
         pytest.param(64, 0, marks=pytest.mark.long),
     ],
 )
-def test_from_seventeen_who_can_be_reached_on_groups_are_on_a_grid(count: int, hidden: int) -> None:
-    async def scenario() -> None:
-        world = World()
-        meetings = Meetings(world)
-        peers = await enter(world, count)
-        nat = TrainingConfig(client_mode=True, chunk_elements=4)
-        behind = [
-            SimulatedPeer.make(world, number, target=3 * count, size=2 * COUNT, optimizer=sgd, config=nat)
-            for number in range(count, count + hidden)
-        ]
-        await asyncio.gather(*(peer.enter() for peer in behind))
-        await all_done(list(spawn([*peers, *behind]).values()))
-        group = meetings.group
-        assert group.grid is (count >= 17) and len(group.members) == count + hidden
-        require_equal([*peers, *behind], 1)
-        require_mean([*peers, *behind], group)
-        streams = {meetings.streams(peer.peer_id) for peer in peers}
-        most = 2 * (math.sqrt(len(group.members)) - 1) + 2
-        assert max(streams) <= most if group.grid else streams == {count - 1}
-        assert not any(plan.fetch or plan.redo for plan in meetings.plans)
-
-    simulate(scenario)
+async def test_from_seventeen_who_can_be_reached_on_groups_are_on_a_grid(count: int, hidden: int) -> None:
+    world = World()
+    meetings = Meetings(world)
+    peers = await enter(world, count)
+    nat = TrainingConfig(client_mode=True, chunk_elements=4)
+    behind = [
+        SimulatedPeer.make(world, number, target=3 * count, size=2 * COUNT, optimizer=sgd, config=nat)
+        for number in range(count, count + hidden)
+    ]
+    await asyncio.gather(*(peer.enter() for peer in behind))
+    await all_done(list(spawn([*peers, *behind]).values()))
+    group = meetings.group
+    assert group.grid is (count >= 17) and len(group.members) == count + hidden
+    require_equal([*peers, *behind], 1)
+    require_mean([*peers, *behind], group)
+    streams = {meetings.streams(peer.peer_id) for peer in peers}
+    most = 2 * (math.sqrt(len(group.members)) - 1) + 2
+    assert max(streams) <= most if group.grid else streams == {count - 1}
+    assert not any(plan.fetch or plan.redo for plan in meetings.plans)
 
 
 def is_part(message: Any) -> bool:
@@ -169,136 +168,118 @@ def is_mean(message: Any) -> bool:
         pytest.param(is_mean, False, 16, id="when it has nearly all means", marks=SLOW),
     ],
 )
-def test_no_row_is_lost_with_whoever_adds_it_up(
+async def test_no_row_is_lost_with_whoever_adds_it_up(
     kind: Callable[[Any], bool], sends: bool, count: int, with_leader: bool
 ) -> None:
     """Of each element it is the mean of all, or of all but those who have died; and the same bits everywhere."""
+    world = World()
+    meetings = Meetings(world)
+    peers = await enter(world)
+    left = [count]
+    dying: list[SimulatedPeer] = []
 
-    async def scenario() -> None:
-        world = World()
-        meetings = Meetings(world)
-        peers = await enter(world)
-        left = [count]
-        dying: list[SimulatedPeer] = []
+    def strike(source: str, target: str, message: Any) -> None:
+        if not dying and meetings.groups:
+            victim = meetings.victim()
+            dying.extend([victim, meetings.leader] if with_leader else [victim])
+        if kind(message) and (source if sends else target) == dying[0].peer_id:
+            left[0] -= 1
+            for peer in dying if left[0] == 0 else ():
+                asyncio.get_running_loop().call_soon(world.kill, peer.peer_id)
 
-        def strike(source: str, target: str, message: Any) -> None:
-            if not dying and meetings.groups:
-                victim = meetings.victim()
-                dying.extend([victim, meetings.leader] if with_leader else [victim])
-            if kind(message) and (source if sends else target) == dying[0].peer_id:
-                left[0] -= 1
-                for peer in dying if left[0] == 0 else ():
-                    asyncio.get_running_loop().call_soon(world.kill, peer.peer_id)
-
-        meetings.strike = strike
-        await asyncio.gather(*spawn(peers).values(), return_exceptions=True)
-        assert left[0] <= 0
-        survivors = [peer for peer in peers if peer not in dying]
-        assert all(peer.state.step == 1 for peer in survivors)
-        require_equal(survivors, 1)
-        groups = list(meetings.groups.values())
-        assert groups[0].grid and len(groups[0].members) == COUNT
-        assert (len(groups) > 1) is with_leader
-        require_mean(survivors, groups[-1], left_out=dying)
-        assert with_leader or any(plan.redo or plan.fetch for plan in meetings.plans)
-        assert asyncio.get_running_loop().time() < 3.0 + 2 * CONFIG.silence_s * with_leader
-
-    simulate(scenario)
+    meetings.strike = strike
+    await asyncio.gather(*spawn(peers).values(), return_exceptions=True)
+    assert left[0] <= 0
+    survivors = [peer for peer in peers if peer not in dying]
+    assert all(peer.state.step == 1 for peer in survivors)
+    require_equal(survivors, 1)
+    groups = list(meetings.groups.values())
+    assert groups[0].grid and len(groups[0].members) == COUNT
+    assert (len(groups) > 1) is with_leader
+    require_mean(survivors, groups[-1], left_out=dying)
+    assert with_leader or any(plan.redo or plan.fetch for plan in meetings.plans)
+    assert asyncio.get_running_loop().time() < 3.0 + 2 * CONFIG.silence_s * with_leader
 
 
 @pytest.mark.parametrize("seed", in_tiers(5, 20))
 @pytest.mark.parametrize("failure", ["kill", "pause", "isolate"])
-def test_survivors_of_any_failures_stay_equal(failure: str, seed: int) -> None:
+async def test_survivors_of_any_failures_stay_equal(failure: str, seed: int) -> None:
     """Of one to three peers at once, at any message."""
     rng = random.Random(seed)
     steps = 2
+    world = World()
+    meetings = Meetings(world)
+    peers = await enter(world, COUNT + 2)
+    await all_done(list(spawn(peers, 1).values()))  # from here on the roster has all
+    victims = rng.sample(peers, rng.randrange(1, 4))
+    left = [rng.randrange(1, 900)]
+    loop = asyncio.get_running_loop()
 
-    async def scenario() -> None:
-        world = World()
-        meetings = Meetings(world)
-        peers = await enter(world, COUNT + 2)
-        await all_done(list(spawn(peers, 1).values()))  # from here on the roster has all
-        victims = rng.sample(peers, rng.randrange(1, 4))
-        left = [rng.randrange(1, 900)]
-        loop = asyncio.get_running_loop()
+    def strike(source: str, target: str, message: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            if failure == "kill":
+                for victim in victims:
+                    loop.call_soon(world.kill, victim.peer_id)
+            else:
+                world.isolate(*(victim.peer_id for victim in victims))
+            if failure == "pause":
+                loop.call_later(8.0, world.cut.clear)
 
-        def strike(source: str, target: str, message: Any) -> None:
-            left[0] -= 1
-            if left[0] == 0:
-                if failure == "kill":
-                    for victim in victims:
-                        loop.call_soon(world.kill, victim.peer_id)
-                else:
-                    world.isolate(*(victim.peer_id for victim in victims))
-                if failure == "pause":
-                    loop.call_later(8.0, world.cut.clear)
-
-        meetings.strike = strike
-        tasks = spawn(peers, steps)
-        survivors = [peer for peer in peers if peer not in victims]
-        await all_done([task for peer_id, task in tasks.items() if peer_id in {peer.peer_id for peer in survivors}])
-        if failure == "pause":
-            await all_done(list(tasks.values()))
-        assert left[0] <= 0
-        require_equal(peers, steps)
-        assert loop.time() < 5.0 * steps + 3 * CONFIG.straggler_s + CONFIG.silence_s
-
-    simulate(scenario)
+    meetings.strike = strike
+    tasks = spawn(peers, steps)
+    survivors = [peer for peer in peers if peer not in victims]
+    await all_done([task for peer_id, task in tasks.items() if peer_id in {peer.peer_id for peer in survivors}])
+    if failure == "pause":
+        await all_done(list(tasks.values()))
+    assert left[0] <= 0
+    require_equal(peers, steps)
+    assert loop.time() < 5.0 * steps + 3 * CONFIG.straggler_s + CONFIG.silence_s
 
 
 @pytest.mark.parametrize(("seconds", "is_redone"), [pytest.param(2.0, False, marks=SLOW), (3.5, False), (6.0, True)])
-def test_a_straggler_is_left_out_of_its_row_and_its_row_is_not(seconds: float, is_redone: bool) -> None:
+async def test_a_straggler_is_left_out_of_its_row_and_its_row_is_not(seconds: float, is_redone: bool) -> None:
     """Its parts and row means take so long; rows wait for 2.5 s and owners for 5. If its row means come too late, their
     chunks are added up again."""
-
-    async def scenario() -> None:
-        world = World()
-        meetings = Meetings(world)
-        peers = await enter(world)
-        straggler = peers[1]
-        world.delay = lambda source, _, message: (
-            seconds if source == straggler.peer_id and isinstance(message, pb.ReduceRequest) else 0.0
-        )
-        await all_done(list(spawn(peers).values()))
-        require_equal(peers, 1)
-        require_mean(peers, meetings.group, left_out=[straggler] if seconds > 2.5 else [])
-        assert any(plan.redo for plan in meetings.plans) is is_redone
-        assert not any(plan.fetch for plan in meetings.plans) or is_redone
-        assert asyncio.get_running_loop().time() < 3.0 + (2 if is_redone else 1) * seconds
-
-    simulate(scenario)
+    world = World()
+    meetings = Meetings(world)
+    peers = await enter(world)
+    straggler = peers[1]
+    world.delay = lambda source, _, message: (
+        seconds if source == straggler.peer_id and isinstance(message, pb.ReduceRequest) else 0.0
+    )
+    await all_done(list(spawn(peers).values()))
+    require_equal(peers, 1)
+    require_mean(peers, meetings.group, left_out=[straggler] if seconds > 2.5 else [])
+    assert any(plan.redo for plan in meetings.plans) is is_redone
+    assert not any(plan.fetch for plan in meetings.plans) or is_redone
+    assert asyncio.get_running_loop().time() < 3.0 + (2 if is_redone else 1) * seconds
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_several_phases_go_by_the_grid(kills: bool) -> None:
-    async def scenario() -> None:
-        world = World()
-        meetings = Meetings(world)
-        compressors = [TwoPhases() for _ in range(COUNT)]
-        peers = await enter(world, compressor=lambda number: compressors[number])
+async def test_several_phases_go_by_the_grid(kills: bool) -> None:
+    world = World()
+    meetings = Meetings(world)
+    compressors = [TwoPhases() for _ in range(COUNT)]
+    peers = await enter(world, compressor=lambda number: compressors[number])
 
-        def strike(source: str, target: str, message: Any) -> None:
-            if isinstance(message, pb.ReduceRequest) and message.open.phase == 1 and not world.dead and kills:
-                world.dead.add(meetings.victim().peer_id)
-                asyncio.get_running_loop().call_soon(world.kill, meetings.victim().peer_id)
+    def strike(source: str, target: str, message: Any) -> None:
+        if isinstance(message, pb.ReduceRequest) and message.open.phase == 1 and not world.dead and kills:
+            world.dead.add(meetings.victim().peer_id)
+            asyncio.get_running_loop().call_soon(world.kill, meetings.victim().peer_id)
 
-        meetings.strike = strike
-        await asyncio.gather(*spawn(peers).values(), return_exceptions=True)
-        survivors = [peer for peer in peers if not peer.is_dead]
-        assert len(survivors) == COUNT - kills and all(peer.state.step == 1 for peer in survivors)
-        require_equal(survivors, 1)
-        require_mean(survivors, meetings.group, left_out=[peer for peer in peers if peer.is_dead])
-        assert meetings.group.grid and {float(compressors[peer.number].count) for peer in survivors} == {1.0}
-
-    simulate(scenario)
+    meetings.strike = strike
+    await asyncio.gather(*spawn(peers).values(), return_exceptions=True)
+    survivors = [peer for peer in peers if not peer.is_dead]
+    assert len(survivors) == COUNT - kills and all(peer.state.step == 1 for peer in survivors)
+    require_equal(survivors, 1)
+    require_mean(survivors, meetings.group, left_out=[peer for peer in peers if peer.is_dead])
+    assert meetings.group.grid and {float(compressors[peer.number].count) for peer in survivors} == {1.0}
 
 
-def test_averages_on_a_grid_may_come_later() -> None:
-    async def scenario() -> None:
-        meetings = Meetings(world := World())
-        peers = await enter(world, config=replace(CONFIG, delay=True))
-        await all_done(list(spawn(peers, 2).values()))
-        require_equal(peers, 2)
-        assert all(group.grid for group in meetings.groups.values())
-
-    simulate(scenario)
+async def test_averages_on_a_grid_may_come_later() -> None:
+    meetings = Meetings(world := World())
+    peers = await enter(world, config=replace(CONFIG, delay=True))
+    await all_done(list(spawn(peers, 2).values()))
+    require_equal(peers, 2)
+    assert all(group.grid for group in meetings.groups.values())

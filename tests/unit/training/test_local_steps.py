@@ -24,7 +24,10 @@ from swarm_training.core.moment import Moment
 from swarm_training.optim.local_steps import InnerSteps
 from swarm_training.run.share import DelayedLocalShare, LocalShare
 from swarm_training.run.state import TrainedState
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 CURVATURES = torch.linspace(0.5, 2.0, 37)
 LR = 0.05
@@ -131,31 +134,27 @@ def plain_loop(calls: list[int], samples: list[int], rounds: int, nesterov: bool
     ("outer", "codec", "tolerance"),
     [(mean_outer, "fp32", 1e-5), (nesterov_outer, "fp32", 1e-5), (mean_outer, "int8", 2e-2)],
 )
-def test_it_is_diloco_with_peers_of_different_speeds(
+async def test_it_is_diloco_with_peers_of_different_speeds(
     outer: Callable[..., Optimizer], codec: str, tolerance: float
 ) -> None:
     calls, samples, rounds = [4, 2, 3], [5, 2, 7], 3
     early = sum((count - 1) * each for count, each in zip(calls, samples, strict=True))
-
-    async def scenario() -> None:
-        config = replace(CONFIG, codec=codec)
-        peers = await enter(3, None, partial(encoder_of, codec), target=early + 1, optimizer=outer, config=config)
-        expected = plain_loop(calls, samples, rounds, outer is nesterov_outer)
-        for number in range(rounds):
-            for peer in peers:
-                for _ in range(calls[peer.number] - 1):
-                    await call(peer, samples[peer.number])
-            await asyncio.sleep(2.0)  # all hear of it
-            before = [peer.parameter.detach().clone() for peer in peers]
-            assert not torch.equal(before[0], before[1]) and not torch.equal(before[0], peers[0].history[number])
-            await all_done([peer.spawn(call(peer, samples[peer.number])) for peer in peers])
-            for peer in peers:
-                assert peer.state.step == number + 1 and torch.equal(peer.parameter, peers[0].parameter)
-                assert peer.share.last_batch_size == sum(c * each for c, each in zip(calls, samples, strict=True))
-                torch.testing.assert_close(peer.parameter.detach(), expected[number], rtol=tolerance, atol=tolerance)
-        assert len({peer.state.digest() for peer in peers}) == 1
-
-    simulate(scenario)
+    config = replace(CONFIG, codec=codec)
+    peers = await enter(3, None, partial(encoder_of, codec), target=early + 1, optimizer=outer, config=config)
+    expected = plain_loop(calls, samples, rounds, outer is nesterov_outer)
+    for number in range(rounds):
+        for peer in peers:
+            for _ in range(calls[peer.number] - 1):
+                await call(peer, samples[peer.number])
+        await asyncio.sleep(2.0)  # all hear of it
+        before = [peer.parameter.detach().clone() for peer in peers]
+        assert not torch.equal(before[0], before[1]) and not torch.equal(before[0], peers[0].history[number])
+        await all_done([peer.spawn(call(peer, samples[peer.number])) for peer in peers])
+        for peer in peers:
+            assert peer.state.step == number + 1 and torch.equal(peer.parameter, peers[0].parameter)
+            assert peer.share.last_batch_size == sum(c * each for c, each in zip(calls, samples, strict=True))
+            torch.testing.assert_close(peer.parameter.detach(), expected[number], rtol=tolerance, atol=tolerance)
+    assert len({peer.state.digest() for peer in peers}) == 1
 
 
 def late_loop(samples: list[int], steps: int) -> list[Tensor]:
@@ -179,66 +178,55 @@ def late_loop(samples: list[int], steps: int) -> list[Tensor]:
     return history
 
 
-def test_steps_that_are_taken_while_earlier_ones_are_averaged_are_kept_for_the_next_average() -> None:
+async def test_steps_that_are_taken_while_earlier_ones_are_averaged_are_kept_for_the_next_average() -> None:
     samples, steps = [5, 2, 7], 5
-
-    async def scenario() -> None:
-        peers = await enter(3, World(latency_s=0.2), target=1, config=DELAYED)
-        for step in range(steps):
-            await all_done([peer.spawn(call(peer, samples[peer.number])) for peer in peers])
-            assert {peer.state.step for peer in peers} == {step}
-        for step, expected in enumerate(late_loop(samples, steps), 1):
-            for peer in peers:
-                torch.testing.assert_close(peer.history[step], expected, rtol=1e-5, atol=1e-5)
-        require_equal(peers)
-
-    simulate(scenario)
+    peers = await enter(3, World(latency_s=0.2), target=1, config=DELAYED)
+    for step in range(steps):
+        await all_done([peer.spawn(call(peer, samples[peer.number])) for peer in peers])
+        assert {peer.state.step for peer in peers} == {step}
+    for step, expected in enumerate(late_loop(samples, steps), 1):
+        for peer in peers:
+            torch.testing.assert_close(peer.history[step], expected, rtol=1e-5, atol=1e-5)
+    require_equal(peers)
 
 
-def test_a_step_has_all_samples_of_its_batch_and_only_these_are_averaged() -> None:
-    async def scenario() -> None:
-        peers = await enter(2, target=8, local=partial(adamw, batch_size=4))
-        gradients = [torch.randn(37, generator=torch.Generator().manual_seed(number)) for number in range(3)]
-        expected = torch.nn.Parameter(peers[0].parameter.detach().clone())
-        await peers[0].step(gradients[0], 3)
-        assert torch.equal(peers[0].parameter, expected) and peers[0].peer.own.samples == 0
-        await peers[0].step(gradients[1], 2)
-        expected.grad = (3 * gradients[0] + 2 * gradients[1]) / 5
-        adamw(expected).inner.step()
-        torch.testing.assert_close(peers[0].parameter.detach(), expected.detach())
-        await peers[0].step(gradients[2], 1)
-        assert peers[0].peer.own.samples == 5
-        moved = peers[0].parameter.detach().clone()
-        await peers[1].step(gradients[2], 2)
-        await asyncio.sleep(2.0)
-        last = [peers[1].spawn(peers[1].step(gradients[2], 2))]
-        await asyncio.sleep(0.5)
-        last.append(peers[0].spawn(peers[0].step(gradients[2] * nan, 1)))
-        await all_done(last)
-        own = torch.nn.Parameter(torch.zeros(37))
-        own.grad = gradients[2]
-        adamw(own).inner.step()
-        assert peers[0].share.last_batch_size == 9
-        torch.testing.assert_close(peers[0].parameter.detach(), (5 * moved + 4 * own.detach()) / 9)
-        await peers[0].step(gradients[2], 3)  # with the one from before the average
-        assert peers[0].peer.own.samples == 4
-
-    simulate(scenario)
-
-
-def test_steps_are_clipped_and_not_their_sum() -> None:
+async def test_a_step_has_all_samples_of_its_batch_and_only_these_are_averaged() -> None:
+    peers = await enter(2, target=8, local=partial(adamw, batch_size=4))
     gradients = [torch.randn(37, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    expected = torch.nn.Parameter(peers[0].parameter.detach().clone())
+    await peers[0].step(gradients[0], 3)
+    assert torch.equal(peers[0].parameter, expected) and peers[0].peer.own.samples == 0
+    await peers[0].step(gradients[1], 2)
+    expected.grad = (3 * gradients[0] + 2 * gradients[1]) / 5
+    adamw(expected).inner.step()
+    torch.testing.assert_close(peers[0].parameter.detach(), expected.detach())
+    await peers[0].step(gradients[2], 1)
+    assert peers[0].peer.own.samples == 5
+    moved = peers[0].parameter.detach().clone()
+    await peers[1].step(gradients[2], 2)
+    await asyncio.sleep(2.0)
+    last = [peers[1].spawn(peers[1].step(gradients[2], 2))]
+    await asyncio.sleep(0.5)
+    last.append(peers[0].spawn(peers[0].step(gradients[2] * nan, 1)))
+    await all_done(last)
+    own = torch.nn.Parameter(torch.zeros(37))
+    own.grad = gradients[2]
+    adamw(own).inner.step()
+    assert peers[0].share.last_batch_size == 9
+    torch.testing.assert_close(peers[0].parameter.detach(), (5 * moved + 4 * own.detach()) / 9)
+    await peers[0].step(gradients[2], 3)  # with the one from before the average
+    assert peers[0].peer.own.samples == 4
 
-    async def scenario() -> None:
-        config = replace(CONFIG, max_norm=0.5)
-        (peer,) = await enter(1, target=3, config=config, local=partial(descent, 1.0))
-        for gradient in gradients:
-            await peer.step(gradient, 1)
-        expected = -sum(0.5 * gradient / (gradient.norm() + 1e-6) for gradient in gradients)
-        assert peer.state.step == 1 and expected.norm() > 0.5  # type: ignore[union-attr]
-        torch.testing.assert_close(peer.parameter.detach(), expected)
 
-    simulate(scenario)
+async def test_steps_are_clipped_and_not_their_sum() -> None:
+    gradients = [torch.randn(37, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    config = replace(CONFIG, max_norm=0.5)
+    (peer,) = await enter(1, target=3, config=config, local=partial(descent, 1.0))
+    for gradient in gradients:
+        await peer.step(gradient, 1)
+    expected = -sum(0.5 * gradient / (gradient.norm() + 1e-6) for gradient in gradients)
+    assert peer.state.step == 1 and expected.norm() > 0.5  # type: ignore[union-attr]
+    torch.testing.assert_close(peer.parameter.detach(), expected)
 
 
 def test_gradients_that_are_missing_are_zero() -> None:
@@ -322,51 +310,45 @@ def test_a_step_that_is_not_finite_takes_nothing_back_that_is_being_averaged() -
     assert parameter.tolist() == [-0.5] * 3 and share.samples == 0
 
 
-def test_who_joins_begins_with_what_all_share() -> None:
-    async def scenario() -> None:
-        world = World()
-        peers = await enter(2, world, target=6, optimizer=nesterov_outer)
-        await all_done([peer.spawn(call(peer, 6)) for peer in peers])
-        await call(peers[0], 2)
-        shared = peers[0].history[1]
-        assert not torch.equal(peers[0].parameter, shared)
-        joiner = SimulatedPeer.make(world, 2, target=6, optimizer=nesterov_outer, local=adamw)
-        await joiner.enter()
-        assert torch.equal(joiner.parameter, shared) and torch.equal(joiner.state.shared_parameters[0], shared)
-        assert {peer.state.digest() for peer in (*peers, joiner)} == {peers[1].peer.own.state_digest}
-        await asyncio.sleep(2.0)
-        await all_done([peer.spawn(call(peer, 6)) for peer in (*peers, joiner)])
-        assert joiner.groups[2] == 3 and len({peer.state.digest() for peer in (*peers, joiner)}) == 1
-        require_equal([*peers, joiner])
-
-    simulate(scenario)
+async def test_who_joins_begins_with_what_all_share() -> None:
+    world = World()
+    peers = await enter(2, world, target=6, optimizer=nesterov_outer)
+    await all_done([peer.spawn(call(peer, 6)) for peer in peers])
+    await call(peers[0], 2)
+    shared = peers[0].history[1]
+    assert not torch.equal(peers[0].parameter, shared)
+    joiner = SimulatedPeer.make(world, 2, target=6, optimizer=nesterov_outer, local=adamw)
+    await joiner.enter()
+    assert torch.equal(joiner.parameter, shared) and torch.equal(joiner.state.shared_parameters[0], shared)
+    assert {peer.state.digest() for peer in (*peers, joiner)} == {peers[1].peer.own.state_digest}
+    await asyncio.sleep(2.0)
+    await all_done([peer.spawn(call(peer, 6)) for peer in (*peers, joiner)])
+    assert joiner.groups[2] == 3 and len({peer.state.digest() for peer in (*peers, joiner)}) == 1
+    require_equal([*peers, joiner])
 
 
 @pytest.mark.parametrize("config", [CONFIG, DELAYED], ids=["waiting", "delayed"])
-def test_peers_are_equal_after_every_average_while_others_come_and_fail(config: TrainingConfig) -> None:
-    async def scenario() -> None:
-        world = World(latency_s=0.05)
-        peers = await enter(4, world, target=80, config=config)
+async def test_peers_are_equal_after_every_average_while_others_come_and_fail(config: TrainingConfig) -> None:
+    world = World(latency_s=0.05)
+    peers = await enter(4, world, target=80, config=config)
 
-        async def train(peer: SimulatedPeer) -> None:
-            while peer.state.step < 6:
-                await asyncio.sleep(0.2 + 0.1 * peer.number)
-                await call(peer, 5)
+    async def train(peer: SimulatedPeer) -> None:
+        while peer.state.step < 6:
+            await asyncio.sleep(0.2 + 0.1 * peer.number)
+            await call(peer, 5)
 
-        tasks = [peer.spawn(train(peer)) for peer in peers]
-        while peers[0].state.step < 3:
-            await asyncio.sleep(0.05)
-        joiner = SimulatedPeer.make(world, 4, target=80, config=config, **LOCAL)
-        await joiner.enter()
-        tasks.append(joiner.spawn(train(joiner)))
-        while joiner.state.step < 4:
-            await asyncio.sleep(0.01)
-        world.kill(peers[3].peer_id)
-        await all_done([task for task in tasks if task is not tasks[3]])
-        assert {len(peer.history) for peer in peers[:3]} == {7}
-        require_equal([*peers, joiner])
-
-    simulate(scenario)
+    tasks = [peer.spawn(train(peer)) for peer in peers]
+    while peers[0].state.step < 3:
+        await asyncio.sleep(0.05)
+    joiner = SimulatedPeer.make(world, 4, target=80, config=config, **LOCAL)
+    await joiner.enter()
+    tasks.append(joiner.spawn(train(joiner)))
+    while joiner.state.step < 4:
+        await asyncio.sleep(0.01)
+    world.kill(peers[3].peer_id)
+    await all_done([task for task in tasks if task is not tasks[3]])
+    assert {len(peer.history) for peer in peers[:3]} == {7}
+    require_equal([*peers, joiner])
 
 
 LATE = replace(CONFIG, max_meeting_s=2.0)
@@ -384,128 +366,106 @@ async def left_behind(rounds: int) -> list[SimulatedPeer]:
     return peers
 
 
-def test_who_is_late_by_one_average_brings_its_steps_into_the_next() -> None:
-    async def scenario() -> None:
-        peers = await left_behind(1)
-        late, shared = peers[2], peers[0].history[1]
-        gradient = gradient_at(late.parameter, 2)
-        drift = peers[0].history[0] - (late.parameter.detach() - 0.5 * gradient)
-        await late.step(gradient, 2)
-        assert late.state.step == 1 and torch.equal(late.state.shared_parameters[0], shared)
-        assert late.peer.own.samples == 6 and late.share.samples == 6
-        torch.testing.assert_close(late.parameter.detach(), shared - drift)
-        await asyncio.sleep(1.0)
-        steps = [0.5 * gradient_at(shared, 0), 0.5 * gradient_at(shared, 1)]
-        steps.append(drift + 0.5 * gradient_at(late.parameter, 2))
-        await all_done([peer.spawn(call(peer, 2)) for peer in peers])
-        assert late.share.last_batch_size == 12
-        expected = shared - (2 * steps[0] + 2 * steps[1] + 8 * steps[2]) / 12
-        torch.testing.assert_close(late.parameter.detach(), expected)
-        require_equal(peers)
-
-    simulate(scenario)
+async def test_who_is_late_by_one_average_brings_its_steps_into_the_next() -> None:
+    peers = await left_behind(1)
+    late, shared = peers[2], peers[0].history[1]
+    gradient = gradient_at(late.parameter, 2)
+    drift = peers[0].history[0] - (late.parameter.detach() - 0.5 * gradient)
+    await late.step(gradient, 2)
+    assert late.state.step == 1 and torch.equal(late.state.shared_parameters[0], shared)
+    assert late.peer.own.samples == 6 and late.share.samples == 6
+    torch.testing.assert_close(late.parameter.detach(), shared - drift)
+    await asyncio.sleep(1.0)
+    steps = [0.5 * gradient_at(shared, 0), 0.5 * gradient_at(shared, 1)]
+    steps.append(drift + 0.5 * gradient_at(late.parameter, 2))
+    await all_done([peer.spawn(call(peer, 2)) for peer in peers])
+    assert late.share.last_batch_size == 12
+    expected = shared - (2 * steps[0] + 2 * steps[1] + 8 * steps[2]) / 12
+    torch.testing.assert_close(late.parameter.detach(), expected)
+    require_equal(peers)
 
 
-def test_steps_that_are_older_are_dropped() -> None:
-    async def scenario() -> None:
-        peers = await left_behind(2)
-        await call(peers[2], 2)
-        assert peers[2].state.step == 2 and torch.equal(peers[2].parameter, peers[0].history[2])
-        assert peers[2].peer.own.samples == 0
-
-    simulate(scenario)
+async def test_steps_that_are_older_are_dropped() -> None:
+    peers = await left_behind(2)
+    await call(peers[2], 2)
+    assert peers[2].state.step == 2 and torch.equal(peers[2].parameter, peers[0].history[2])
+    assert peers[2].peer.own.samples == 0
 
 
-def test_steps_that_the_others_may_have_counted_are_not_given_again() -> None:
+async def test_steps_that_the_others_may_have_counted_are_not_given_again() -> None:
     """A peer hears nothing more once it has sent its part."""
+    world = World()
+    peers = await enter(3, world, target=8, config=LATE)
+    late = peers[2].peer_id
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter(3, world, target=8, config=LATE)
-        late = peers[2].peer_id
+    def cut_off(source: str, _target: str, message: Any) -> None:
+        if source == late and "report" in str(message)[:40]:
+            world.on_message = lambda *_: None
+            world.isolate(late)
 
-        def cut_off(source: str, _target: str, message: Any) -> None:
-            if source == late and "report" in str(message)[:40]:
-                world.on_message = lambda *_: None
-                world.isolate(late)
-
-        world.on_message = cut_off
-        tasks = [peer.spawn(call(peer, 8)) for peer in peers]
-        while any(peer.state.step < 1 for peer in peers[:2]):
-            await asyncio.sleep(0.1)
-        assert peers[2].state.step == 0 and world.cut
-        world.cut.clear()
-        await all_done(tasks)
-        assert peers[2].state.step == 1 and peers[2].peer.own.samples == 0
-        assert torch.equal(peers[2].parameter, peers[0].history[1])
-        require_equal(peers)
-
-    simulate(scenario)
+    world.on_message = cut_off
+    tasks = [peer.spawn(call(peer, 8)) for peer in peers]
+    while any(peer.state.step < 1 for peer in peers[:2]):
+        await asyncio.sleep(0.1)
+    assert peers[2].state.step == 0 and world.cut
+    world.cut.clear()
+    await all_done(tasks)
+    assert peers[2].state.step == 1 and peers[2].peer.own.samples == 0
+    assert torch.equal(peers[2].parameter, peers[0].history[1])
+    require_equal(peers)
 
 
-def test_all_go_back_to_what_they_shared_and_forget_the_steps_since() -> None:
+async def test_all_go_back_to_what_they_shared_and_forget_the_steps_since() -> None:
     policy = RollbackPolicy(margin=0.5, patience=3, window=8, warmup=4)
     config = replace(CONFIG, checkpoint_every=1, checkpoints_kept=4, rollback=policy)
+    peers = await enter(3, target=40, config=config)
 
-    async def scenario() -> None:
-        peers = await enter(3, target=40, config=config)
+    async def train(peer: SimulatedPeer) -> None:
+        while peer.state.moment < Moment(1, 4):
+            await asyncio.sleep(0.3 + 0.2 * peer.number)
+            is_broken = peer.state.step >= 3 and not peer.state.moment.rollbacks and peer.share.samples >= 5
+            gradient = gradient_at(peer.parameter, peer.number)
+            await peer.step(gradient * nan if is_broken else gradient, 5, nan if is_broken else 2.0)
+            if peer.state.moment == Moment(1, 2) and peer.share.samples == 0:
+                went_back.append(peer.number)
+                assert torch.equal(peer.parameter, peer.moments[Moment(0, 2)])
+                assert not peer.share._inner._local.inner.state  # type: ignore[attr-defined]
 
-        async def train(peer: SimulatedPeer) -> None:
-            while peer.state.moment < Moment(1, 4):
-                await asyncio.sleep(0.3 + 0.2 * peer.number)
-                is_broken = peer.state.step >= 3 and not peer.state.moment.rollbacks and peer.share.samples >= 5
-                gradient = gradient_at(peer.parameter, peer.number)
-                await peer.step(gradient * nan if is_broken else gradient, 5, nan if is_broken else 2.0)
-                if peer.state.moment == Moment(1, 2) and peer.share.samples == 0:
-                    went_back.append(peer.number)
-                    assert torch.equal(peer.parameter, peer.moments[Moment(0, 2)])
-                    assert not peer.share._inner._local.inner.state  # type: ignore[attr-defined]
-
-        went_back: list[int] = []
-        await all_done([peer.spawn(train(peer)) for peer in peers])
-        assert sorted(went_back) == [0, 1, 2]
-        require_equal(peers)
-        assert all(torch.equal(peer.moments[Moment(1, 2)], peer.moments[Moment(0, 2)]) for peer in peers)
-
-    simulate(scenario)
+    went_back: list[int] = []
+    await all_done([peer.spawn(train(peer)) for peer in peers])
+    assert sorted(went_back) == [0, 1, 2]
+    require_equal(peers)
+    assert all(torch.equal(peer.moments[Moment(1, 2)], peer.moments[Moment(0, 2)]) for peer in peers)
 
 
-def test_clipping_holds_out_a_peer_whose_steps_go_the_other_way() -> None:
+async def test_clipping_holds_out_a_peer_whose_steps_go_the_other_way() -> None:
     goal = torch.linspace(-1.0, 1.0, 37)
+    config = replace(CONFIG, aggregation="centered_clip")
+    peers = await enter(5, target=50, config=config, local=partial(descent, 0.1))
 
-    async def scenario() -> None:
-        config = replace(CONFIG, aggregation="centered_clip")
-        peers = await enter(5, target=50, config=config, local=partial(descent, 0.1))
+    async def train(peer: SimulatedPeer) -> None:
+        generator = torch.Generator().manual_seed(peer.number)
+        while peer.state.step < 4:
+            await asyncio.sleep(0.3)
+            noise = 0.1 * torch.randn(37, generator=generator)
+            await peer.step((-100 if peer.number == 1 else 1) * (peer.parameter.detach() - goal + noise), 5)
 
-        async def train(peer: SimulatedPeer) -> None:
-            generator = torch.Generator().manual_seed(peer.number)
-            while peer.state.step < 4:
-                await asyncio.sleep(0.3)
-                noise = 0.1 * torch.randn(37, generator=generator)
-                await peer.step((-100 if peer.number == 1 else 1) * (peer.parameter.detach() - goal + noise), 5)
-
-        await all_done([peer.spawn(train(peer)) for peer in peers])
-        require_equal(peers)
-        assert (peers[0].history[4] - goal).norm() < goal.norm() / 2  # with the mean it is 100 times as far
-
-    simulate(scenario)
+    await all_done([peer.spawn(train(peer)) for peer in peers])
+    require_equal(peers)
+    assert (peers[0].history[4] - goal).norm() < goal.norm() / 2  # with the mean it is 100 times as far
 
 
-def test_two_bits_with_error_feedback_lead_to_the_goal_of_all() -> None:
+async def test_two_bits_with_error_feedback_lead_to_the_goal_of_all() -> None:
     goal = torch.linspace(-1.0, 1.0, 37)
-
-    async def scenario() -> None:
-        config, descend = replace(CONFIG, codec="2bit"), partial(descent, 0.3)
-        peers = await enter(3, None, partial(encoder_of, "2bit"), target=1, config=config, local=descend)
-        for _ in range(12):
-            await asyncio.sleep(1.0)
-            gradients = [peer.parameter.detach() - goal * (peer.number + 1) / 2 for peer in peers]
-            await all_done([peer.spawn(peer.step(gradients[peer.number], 1)) for peer in peers])
-        require_equal(peers)
-        assert {peer.state.step for peer in peers} == {12}
-        assert (peers[0].parameter.detach() - goal).norm() < goal.norm() / 5
-
-    simulate(scenario)
+    config, descend = replace(CONFIG, codec="2bit"), partial(descent, 0.3)
+    peers = await enter(3, None, partial(encoder_of, "2bit"), target=1, config=config, local=descend)
+    for _ in range(12):
+        await asyncio.sleep(1.0)
+        gradients = [peer.parameter.detach() - goal * (peer.number + 1) / 2 for peer in peers]
+        await all_done([peer.spawn(peer.step(gradients[peer.number], 1)) for peer in peers])
+    require_equal(peers)
+    assert {peer.state.step for peer in peers} == {12}
+    assert (peers[0].parameter.detach() - goal).norm() < goal.norm() / 5
 
 
 def drifting() -> tuple[TrainedState, torch.nn.Parameter]:
@@ -588,17 +548,13 @@ def test_what_does_not_go_with_them_is_refused(options: dict[str, Any], reason: 
         run(**options)
 
 
-def test_peers_with_other_local_steps_are_told_so() -> None:
+async def test_peers_with_other_local_steps_are_told_so() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     assert adamw(parameter, 4).common != adamw(parameter, 5).common != descent(1.0, parameter).common
     with pytest.raises(ValueError, match="batch_size of local steps is 0: expected at least 1"):
         adamw(parameter, 0)
-
-    async def scenario() -> None:
-        world = World()
-        await enter(1, world, target=8, local=partial(adamw, batch_size=4))
-        joiner = SimulatedPeer.make(world, 1, target=8, **LOCAL)
-        with pytest.raises(ValueError, match="batch_size of local steps is 1 here and 4 in the run: expected the same"):
-            await joiner.enter()
-
-    simulate(scenario)
+    world = World()
+    await enter(1, world, target=8, local=partial(adamw, batch_size=4))
+    joiner = SimulatedPeer.make(world, 1, target=8, **LOCAL)
+    with pytest.raises(ValueError, match="batch_size of local steps is 1 here and 4 in the run: expected the same"):
+        await joiner.enter()

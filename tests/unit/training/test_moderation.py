@@ -19,10 +19,13 @@ from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.policy import has_quorum
 from swarm_training.run import moderation
 from swarm_training.run.moderation import Moderation
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
 from tests.unit.training.test_records import record, signed, table
 from tests.worlds.identities import identity
-from tests.worlds.runs import SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import SimulatedPeer, World, all_done, enter_all
+
+pytestmark = IN_VIRTUAL_TIME
 
 STEPS = 10
 BANNED = 2
@@ -38,42 +41,36 @@ def ban(number: int, by: Member = MODERATOR) -> bytes:
 
 
 @pytest.mark.parametrize("obeys", [True, False])
-def test_the_others_go_on_without_who_is_banned(obeys: bool) -> None:
-    async def scenario() -> None:
-        world = World()
-        options = {"target": 15, "orders": lambda number: obeying() if obeys or number != BANNED else None}
-        peers = await enter_all(world, 3, **options)
-        tasks = [peer.spawn(peer.train(3.0, 5, STEPS)) for peer in peers]
-        while peers[0].state.step < 1:
-            await asyncio.sleep(0.5)
-        assert peers[0].groups[1] == 3
-        world.orders.append(ban(BANNED))
-        await all_done(tasks[:BANNED])
-        honest = peers[:BANNED]
-        assert peers[0].groups[STEPS] == 2 and peers[BANNED].state.step < STEPS
-        assert all(torch.equal(honest[0].history[step], honest[1].history[step]) for step in range(1, STEPS + 1))
-        assert peers[BANNED].peer_id not in peers[0].peer._standing.roster
-        if obeys:
-            with pytest.raises(AccessDenied, match="sends noise"):
-                await tasks[BANNED]
-        world.orders.clear()  # what is on the DHT does not last: members hand it on
-        late = SimulatedPeer.make(world, 3, **options)
-        await late.enter()
-        await asyncio.sleep(5.0)
-        assert late.peer._moderation.banned() == {peers[BANNED].peer_id}
-
-    simulate(scenario)
+async def test_the_others_go_on_without_who_is_banned(obeys: bool) -> None:
+    world = World()
+    options = {"target": 15, "orders": lambda number: obeying() if obeys or number != BANNED else None}
+    peers = await enter_all(world, 3, **options)
+    tasks = [peer.spawn(peer.train(3.0, 5, STEPS)) for peer in peers]
+    while peers[0].state.step < 1:
+        await asyncio.sleep(0.5)
+    assert peers[0].groups[1] == 3
+    world.orders.append(ban(BANNED))
+    await all_done(tasks[:BANNED])
+    honest = peers[:BANNED]
+    assert peers[0].groups[STEPS] == 2 and peers[BANNED].state.step < STEPS
+    assert all(torch.equal(honest[0].history[step], honest[1].history[step]) for step in range(1, STEPS + 1))
+    assert peers[BANNED].peer_id not in peers[0].peer._standing.roster
+    if obeys:
+        with pytest.raises(AccessDenied, match="sends noise"):
+            await tasks[BANNED]
+    world.orders.clear()  # what is on the DHT does not last: members hand it on
+    late = SimulatedPeer.make(world, 3, **options)
+    await late.enter()
+    await asyncio.sleep(5.0)
+    assert late.peer._moderation.banned() == {peers[BANNED].peer_id}
 
 
-def test_who_is_banned_does_not_get_in() -> None:
-    async def scenario() -> None:
-        world = World()
-        await enter_all(world, 1, target=15, orders=obeying)
-        world.orders.append(ban(1))
-        with pytest.raises(AccessDenied, match="a moderator has banned"):
-            await SimulatedPeer.make(world, 1, target=15, orders=obeying).enter()
-
-    simulate(scenario)
+async def test_who_is_banned_does_not_get_in() -> None:
+    world = World()
+    await enter_all(world, 1, target=15, orders=obeying)
+    world.orders.append(ban(1))
+    with pytest.raises(AccessDenied, match="a moderator has banned"):
+        await SimulatedPeer.make(world, 1, target=15, orders=obeying).enter()
 
 
 def test_only_moderators_ban_and_only_where_there_are_some() -> None:
@@ -148,20 +145,16 @@ def test_who_is_banned_is_neither_there_nor_gone_until_it_leaves_or_all_have_hea
     assert known.majority_digest(Moment(0, 1)) == b"theirs"
 
 
-def test_whom_one_excludes_by_itself_keeps_its_vote() -> None:
+async def test_whom_one_excludes_by_itself_keeps_its_vote() -> None:
     """Or a peer whose own hardware is at fault could exclude all others, and go on alone."""
-
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 3, target=15)
-        standing = peers[0].peer._standing
-        for other in peers[1:]:
-            standing.exclude(other.peer_id)
-        standing.view()
-        await asyncio.sleep(30.0)
-        view = standing.view()
-        assert view.others == () and view.gone == frozenset()
-        roster = [peer.peer_id for peer in peers]
-        assert not has_quorum([peers[0].peer_id], roster, view.gone)
-
-    simulate(scenario)
+    world = World()
+    peers = await enter_all(world, 3, target=15)
+    standing = peers[0].peer._standing
+    for other in peers[1:]:
+        standing.exclude(other.peer_id)
+    standing.view()
+    await asyncio.sleep(30.0)
+    view = standing.view()
+    assert view.others == () and view.gone == frozenset()
+    roster = [peer.peer_id for peer in peers]
+    assert not has_quorum([peers[0].peer_id], roster, view.gone)

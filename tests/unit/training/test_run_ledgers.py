@@ -22,10 +22,12 @@ from swarm_training.ledger.signing import ContentKind, sign
 from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
-from tests.marks import in_tiers
+from tests.marks import IN_VIRTUAL_TIME, in_tiers
 from tests.unit.training.ledger.members import summed
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 STEPS = 4
 HEARD_S = 120.0  # in which a peer has asked all others for rounds, some of them several times
@@ -48,63 +50,56 @@ def merged(peers: list[SimulatedPeer], rng: random.Random) -> dict[str, UserTota
     return summed("toy", peers[0].peer.ledger.limits, None, rounds)
 
 
-def test_the_sum_is_what_all_peers_gave_also_those_who_join_and_those_behind_nat() -> None:
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 3, target=40)
-        hidden = SimulatedPeer.make(world, 3, target=40, config=TrainingConfig(client_mode=True, chunk_elements=4))
-        await hidden.enter()
-        tasks = train([*peers, hidden], STEPS)
-        while peers[0].state.step < 2:
-            await asyncio.sleep(0.1)
-        joiner = SimulatedPeer.make(world, 4, target=40)
-        await joiner.enter()
-        everybody = [*peers, hidden, joiner]
-        await all_done([*tasks, *train([joiner], STEPS)])
-        await asyncio.sleep(HEARD_S)
-        totals = expected(everybody)
-        assert set(totals) == {peer.peer_id for peer in everybody} and totals[joiner.peer_id].rounds <= 2
-        for peer in everybody:
-            assert peer.peer.ledger.totals() == totals
-        batches = sum(sum(peer.given.get(step, 0) for peer in everybody) for step in range(1, STEPS + 1))
-        assert sum(total.samples for total in peers[0].peer.ledger.totals().values()) == batches
-
-    simulate(scenario)
+async def test_the_sum_is_what_all_peers_gave_also_those_who_join_and_those_behind_nat() -> None:
+    world = World()
+    peers = await enter_all(world, 3, target=40)
+    hidden = SimulatedPeer.make(world, 3, target=40, config=TrainingConfig(client_mode=True, chunk_elements=4))
+    await hidden.enter()
+    tasks = train([*peers, hidden], STEPS)
+    while peers[0].state.step < 2:
+        await asyncio.sleep(0.1)
+    joiner = SimulatedPeer.make(world, 4, target=40)
+    await joiner.enter()
+    everybody = [*peers, hidden, joiner]
+    await all_done([*tasks, *train([joiner], STEPS)])
+    await asyncio.sleep(HEARD_S)
+    totals = expected(everybody)
+    assert set(totals) == {peer.peer_id for peer in everybody} and totals[joiner.peer_id].rounds <= 2
+    for peer in everybody:
+        assert peer.peer.ledger.totals() == totals
+    batches = sum(sum(peer.given.get(step, 0) for peer in everybody) for step in range(1, STEPS + 1))
+    assert sum(total.samples for total in peers[0].peer.ledger.totals().values()) == batches
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, *in_tiers(10, 40)[4:]])
 @pytest.mark.parametrize("failure", ["kill", "isolate"])
-def test_who_fails_at_any_message_is_credited_for_what_it_gave_until_then(failure: str, seed: int) -> None:
+async def test_who_fails_at_any_message_is_credited_for_what_it_gave_until_then(failure: str, seed: int) -> None:
     rng = random.Random(seed)
+    world = World()
+    peers = await enter_all(world, 4, target=60)
+    await all_done(train(peers, 1))
+    victim, left = rng.choice(peers), [rng.randrange(1, 120)]
+    in_hand: list[int] = []
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 4, target=60)
-        await all_done(train(peers, 1))
-        victim, left = rng.choice(peers), [rng.randrange(1, 120)]
-        in_hand: list[int] = []
+    def strike(source: str, target: str, message: Any) -> None:
+        left[0] -= victim.peer_id in (source, target)
+        if left[0] or in_hand:
+            return
+        in_hand.append(victim.share.samples)
+        if failure == "kill":
+            asyncio.get_running_loop().call_soon(world.kill, victim.peer_id)
+        else:
+            world.isolate(victim.peer_id)
 
-        def strike(source: str, target: str, message: Any) -> None:
-            left[0] -= victim.peer_id in (source, target)
-            if left[0] or in_hand:
-                return
-            in_hand.append(victim.share.samples)
-            if failure == "kill":
-                asyncio.get_running_loop().call_soon(world.kill, victim.peer_id)
-            else:
-                world.isolate(victim.peer_id)
-
-        world.on_message = strike
-        tasks = train(peers, STEPS)
-        survivors = [peer for peer in peers if peer is not victim]
-        await all_done([tasks[peer.number] for peer in survivors])
-        if failure == "isolate":
-            world.cut.clear()
-            await all_done(tasks)
-        await asyncio.sleep(1.0)
-        require_right(merged(peers, rng), peers, victim, sum(in_hand))
-
-    simulate(scenario)
+    world.on_message = strike
+    tasks = train(peers, STEPS)
+    survivors = [peer for peer in peers if peer is not victim]
+    await all_done([tasks[peer.number] for peer in survivors])
+    if failure == "isolate":
+        world.cut.clear()
+        await all_done(tasks)
+    await asyncio.sleep(1.0)
+    require_right(merged(peers, rng), peers, victim, sum(in_hand))
 
 
 def require_right(
@@ -122,39 +117,35 @@ def require_right(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_leaders_of_one_step_credit_nobody_twice(seed: int) -> None:
+async def test_two_leaders_of_one_step_credit_nobody_twice(seed: int) -> None:
     """The first tells one member of its decision and dies; the others hear of neither, and meet again."""
+    world = World()
+    peers = await enter_all(world, 5, target=60)
+    await all_done(train(peers, 1))
+    told: list[str] = []
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 5, target=60)
-        await all_done(train(peers, 1))
-        told: list[str] = []
+    def strike(source: str, target: str, message: Any) -> None:
+        if told or not isinstance(message, pb.MeetReply) or not message.HasField("commit"):
+            return
+        others = sorted(peer_id for peer_id in world.peers if peer_id != source)
+        told.extend([source, others[seed]])
+        world.cut |= {frozenset((source, other)) for other in others if other != told[1]}
+        world.cut |= {frozenset((told[1], other)) for other in others if other != told[1]}
+        asyncio.get_running_loop().call_later(0.2, world.kill, source)
 
-        def strike(source: str, target: str, message: Any) -> None:
-            if told or not isinstance(message, pb.MeetReply) or not message.HasField("commit"):
-                return
-            others = sorted(peer_id for peer_id in world.peers if peer_id != source)
-            told.extend([source, others[seed]])
-            world.cut |= {frozenset((source, other)) for other in others if other != told[1]}
-            world.cut |= {frozenset((told[1], other)) for other in others if other != told[1]}
-            asyncio.get_running_loop().call_later(0.2, world.kill, source)
-
-        world.on_message = strike
-        tasks = train(peers, STEPS)
-        leader = lambda: next(peer for peer in peers if peer.peer_id == told[0])  # noqa: E731
-        while not told or min(peer.state.step for peer in peers if peer.peer_id not in told) < 2:
-            await asyncio.sleep(0.1)
-        world.cut.clear()
-        await all_done([tasks[peer.number] for peer in peers if peer is not leader()])
-        await asyncio.sleep(1.0)
-        of_step = [world.peers[peer_id].peer.ledger.rounds()[1] for peer_id in (told[1], *world.peers.keys() - told)]
-        assert len(set(of_step)) == 2
-        totals = merged(peers, random.Random(seed))
-        assert totals == merged(peers, random.Random(seed + 1))
-        assert totals == expected(peers)
-
-    simulate(scenario)
+    world.on_message = strike
+    tasks = train(peers, STEPS)
+    leader = lambda: next(peer for peer in peers if peer.peer_id == told[0])  # noqa: E731
+    while not told or min(peer.state.step for peer in peers if peer.peer_id not in told) < 2:
+        await asyncio.sleep(0.1)
+    world.cut.clear()
+    await all_done([tasks[peer.number] for peer in peers if peer is not leader()])
+    await asyncio.sleep(1.0)
+    of_step = [world.peers[peer_id].peer.ledger.rounds()[1] for peer_id in (told[1], *world.peers.keys() - told)]
+    assert len(set(of_step)) == 2
+    totals = merged(peers, random.Random(seed))
+    assert totals == merged(peers, random.Random(seed + 1))
+    assert totals == expected(peers)
 
 
 def entries_of(joins: Any) -> list[ledger_pb.SignedByPeer]:
@@ -278,31 +269,27 @@ def test_a_leader_takes_no_contribution_but_what_its_peer_joins_with(caplog: pyt
         assert reason in caplog.text
 
 
-def test_a_peer_that_claims_16_million_samples_counts_as_far_as_the_run_allows() -> None:
+async def test_a_peer_that_claims_16_million_samples_counts_as_far_as_the_run_allows() -> None:
     """Towards the batch, in the mean and in the ledger; whoever of them leads."""
+    config = replace(CONFIG, max_samples=16)
+    liar, *honest = await enter_all(World(), 4, target=40, config=config, optimizer=torch.optim.SGD)
 
-    async def scenario() -> None:
-        config = replace(CONFIG, max_samples=16)
-        liar, *honest = await enter_all(World(), 4, target=40, config=config, optimizer=torch.optim.SGD)
+    async def give(peer: SimulatedPeer, gradient: torch.Tensor, samples: int) -> None:
+        await peer.step(gradient, samples)
+        while peer.state.step < 1:
+            await asyncio.sleep(0.3)
+            await peer.drive(peer.share.report())
 
-        async def give(peer: SimulatedPeer, gradient: torch.Tensor, samples: int) -> None:
-            await peer.step(gradient, samples)
-            while peer.state.step < 1:
-                await asyncio.sleep(0.3)
-                await peer.drive(peer.share.report())
-
-        lying = liar.spawn(give(liar, -torch.ones(37), 16_000_000))
-        await asyncio.sleep(5.0)
-        assert liar.state.step == 0  # it does not complete the batch
-        await all_done([lying, *(peer.spawn(give(peer, torch.ones(37), 8)) for peer in honest)])
-        await asyncio.sleep(HEARD_S)
-        for peer in (liar, *honest):
-            moved = peer.history[1] - peer.history[0]
-            torch.testing.assert_close(moved, torch.full((37,), -0.1 * (3 * 8 - 16) / 40))
-            credited = {each.peer_id: UserTotal(16 if each is liar else 8, 1) for each in (liar, *honest)}
-            assert peer.peer.ledger.totals() == credited
-
-    simulate(scenario)
+    lying = liar.spawn(give(liar, -torch.ones(37), 16_000_000))
+    await asyncio.sleep(5.0)
+    assert liar.state.step == 0  # it does not complete the batch
+    await all_done([lying, *(peer.spawn(give(peer, torch.ones(37), 8)) for peer in honest)])
+    await asyncio.sleep(HEARD_S)
+    for peer in (liar, *honest):
+        moved = peer.history[1] - peer.history[0]
+        torch.testing.assert_close(moved, torch.full((37,), -0.1 * (3 * 8 - 16) / 40))
+        credited = {each.peer_id: UserTotal(16 if each is liar else 8, 1) for each in (liar, *honest)}
+        assert peer.peer.ledger.totals() == credited
 
 
 def test_what_a_peer_has_given_is_what_is_behind_the_result_that_it_holds() -> None:
@@ -320,64 +307,53 @@ def test_what_a_peer_has_given_is_what_is_behind_the_result_that_it_holds() -> N
         assert member.accepted == newcomer.accepted and member.accepted.group == name
 
 
-def test_a_founder_that_trains_alone_is_not_credited() -> None:
+async def test_a_founder_that_trains_alone_is_not_credited() -> None:
     """Nobody else has seen it."""
-
-    async def scenario() -> None:
-        peers = await enter_all(World(), 1, target=10)
-        await all_done(train(peers, 2))
-        assert peers[0].given and peers[0].peer.ledger.totals() == {}
-
-    simulate(scenario)
+    peers = await enter_all(World(), 1, target=10)
+    await all_done(train(peers, 2))
+    assert peers[0].given and peers[0].peer.ledger.totals() == {}
 
 
-def test_who_gives_wrong_rounds_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 2, target=20)
-        await all_done(train(peers, 2))
-        asked: list[str] = []
+async def test_who_gives_wrong_rounds_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    peers = await enter_all(world, 2, target=20)
+    await all_done(train(peers, 2))
+    asked: list[str] = []
 
-        async def lying(peer_id: str, _request: pb.RoundsRequest) -> pb.RoundsReply:
-            asked.append(peer_id)
-            rounds = [bytearray(data) for data in peers[0].peer.ledger.rounds()]
-            rounds[0][-20] ^= 1  # of a signature
-            return pb.RoundsReply(rounds=map(bytes, rounds), has_more=True)
+    async def lying(peer_id: str, _request: pb.RoundsRequest) -> pb.RoundsReply:
+        asked.append(peer_id)
+        rounds = [bytearray(data) for data in peers[0].peer.ledger.rounds()]
+        rounds[0][-20] ^= 1  # of a signature
+        return pb.RoundsReply(rounds=map(bytes, rounds), has_more=True)
 
-        for peer in peers:
-            peer.peer.rounds = lying
-        joiner = SimulatedPeer.make(world, 2, target=20)
-        await joiner.enter()
-        await asyncio.sleep(200.0)
-        assert asked.count(joiner.peer_id) == 2  # each of them once
-        assert joiner.peer.ledger.totals() == {} and "has given a wrong round: a signature of" in caplog.text
-
-    simulate(scenario)
+    for peer in peers:
+        peer.peer.rounds = lying
+    joiner = SimulatedPeer.make(world, 2, target=20)
+    await joiner.enter()
+    await asyncio.sleep(200.0)
+    assert asked.count(joiner.peer_id) == 2  # each of them once
+    assert joiner.peer.ledger.totals() == {} and "has given a wrong round: a signature of" in caplog.text
 
 
-def test_signatures_are_checked_for_others_no_faster_than_is_bearable() -> None:
+async def test_signatures_are_checked_for_others_no_faster_than_is_bearable() -> None:
     """Also if somebody sends more pages without end."""
+    world = World()
+    peers = await enter_all(world, 2, target=20)
+    first, second = identity(0), identity(1)
+    steps = range(1000)
+    peers[0].peer._standing.update(step=len(steps))
+    entry = Contribution("toy", at(0), first.peer_id, 5)
+    rounds = []
+    for step in steps:
+        entries = [replace(entry, moment=at(step)).signed(first)]
+        rounds.append(countersign("toy", at(step), entries, 1.0, second))
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 2, target=20)
-        first, second = identity(0), identity(1)
-        steps = range(1000)
-        peers[0].peer._standing.update(step=len(steps))
-        entry = Contribution("toy", at(0), first.peer_id, 5)
-        rounds = []
-        for step in steps:
-            entries = [replace(entry, moment=at(step)).signed(first)]
-            rounds.append(countersign("toy", at(step), entries, 1.0, second))
+    async def endless(_peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:
+        known = len(request.known) // 8
+        return pb.RoundsReply(rounds=rounds[known : known + 20], has_more=True)
 
-        async def endless(_peer_id: str, request: pb.RoundsRequest) -> pb.RoundsReply:
-            known = len(request.known) // 8
-            return pb.RoundsReply(rounds=rounds[known : known + 20], has_more=True)
-
-        peers[1].peer.rounds = endless
-        began_s = asyncio.get_running_loop().time()
-        while peers[0].peer.ledger.num_rounds < len(steps):
-            await asyncio.sleep(0.1)
-        assert asyncio.get_running_loop().time() - began_s >= 0.95 * 2 * len(steps) / 200
-
-    simulate(scenario)
+    peers[1].peer.rounds = endless
+    began_s = asyncio.get_running_loop().time()
+    while peers[0].peer.ledger.num_rounds < len(steps):
+        await asyncio.sleep(0.1)
+    assert asyncio.get_running_loop().time() - began_s >= 0.95 * 2 * len(steps) / 200

@@ -30,8 +30,9 @@ from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import serve
 from swarm_training.net.service import TrainingService
 from swarm_training.pb import training_pb2 as pb
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.identities import identity
-from tests.worlds.runs import SimulatedPeer, World, simulate
+from tests.worlds.runs import SimulatedPeer, World
 
 
 @dataclass
@@ -208,47 +209,43 @@ class _Silent:
         return message
 
 
-def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
-    async def scenario() -> None:
-        peer = SimulatedPeer.make(World(), 0, target=4).peer
-        stranger, member = identity(2).peer_id, identity(1)
-        record = sign(replace(peer.own, peer_id=member.peer_id), member)
-        with pytest.raises(RequestRejected, match="another peer"):
-            await peer.exchange(stranger, pb.ExchangeRequest(own=record))
-        with pytest.raises(RequestRejected, match="another peer"):
-            await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
-        with pytest.raises(RequestRejected, match="no message"):
-            first = pb.MeetRequest(join=pb.Join(own=record))
-            await peer.meet(member.peer_id, _Silent(first, RequestRejected("the bytes sent are no message")))
-        members = tuple(GroupMember(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
-        group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
-        mine = AveragingRound(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
-        await peer._averager._rounds.add(mine)
-        opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
-        with pytest.raises(RequestRejected, match="no member"):
-            await peer.reduce(stranger, _Silent(opening))
-        with pytest.raises(RequestRejected, match="no member"):
-            [chunk async for chunk in peer.fetch(stranger, pb.FetchRequest(group="g"))]
-
-    simulate(scenario)
+@IN_VIRTUAL_TIME
+async def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
+    peer = SimulatedPeer.make(World(), 0, target=4).peer
+    stranger, member = identity(2).peer_id, identity(1)
+    record = sign(replace(peer.own, peer_id=member.peer_id), member)
+    with pytest.raises(RequestRejected, match="another peer"):
+        await peer.exchange(stranger, pb.ExchangeRequest(own=record))
+    with pytest.raises(RequestRejected, match="another peer"):
+        await peer.meet(stranger, _Silent(pb.MeetRequest(join=pb.Join(own=record))))
+    with pytest.raises(RequestRejected, match="no message"):
+        first = pb.MeetRequest(join=pb.Join(own=record))
+        await peer.meet(member.peer_id, _Silent(first, RequestRejected("the bytes sent are no message")))
+    members = tuple(GroupMember(replace(peer.own, peer_id=each.peer_id), 1, 1.0) for each in (identity(0), member))
+    group = Group("g", 0, 1, members, 5.0, layout=(1.0, 1.0), roster=("x",))
+    mine = AveragingRound(peer._network, group, 0, 0, torch.zeros(8), VectorCoding(codec_of("fp32"), 4))
+    await peer._averager._rounds.add(mine)
+    opening = pb.ReduceRequest(open=pb.ReduceOpen(group="g"))
+    with pytest.raises(RequestRejected, match="no member"):
+        await peer.reduce(stranger, _Silent(opening))
+    with pytest.raises(RequestRejected, match="no member"):
+        [chunk async for chunk in peer.fetch(stranger, pb.FetchRequest(group="g"))]
 
 
+@IN_VIRTUAL_TIME
 @pytest.mark.parametrize("data", [b"", b"\0" * 12, b"\0" * 20])
-def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
-    async def scenario() -> None:
-        peer = SimulatedPeer.make(World(), 0, target=4).peer
-        members = tuple(
-            GroupMember(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
-        )
-        group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
-        mine = AveragingRound(peer._network, group, 0, 0, torch.arange(4.0), VectorCoding(codec_of("fp32"), 4))
-        averaging = asyncio.ensure_future(mine.first_attempt())
-        bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
-        await mine.serve_reduce(1, 0, _Silent(bad))
-        await averaging
-        assert torch.equal(await mine.mean(), torch.arange(4.0))
-
-    simulate(scenario)
+async def test_a_part_of_another_size_is_left_out(data: bytes) -> None:
+    peer = SimulatedPeer.make(World(), 0, target=4).peer
+    members = tuple(
+        GroupMember(replace(peer.own, peer_id=identity(n).peer_id), 1, share) for n, share in ((0, 1.0), (1, 0.0))
+    )
+    group = Group("g", 0, 1, members, 5.0, layout=(1.0, 0.0), roster=("x",))
+    mine = AveragingRound(peer._network, group, 0, 0, torch.arange(4.0), VectorCoding(codec_of("fp32"), 4))
+    averaging = asyncio.ensure_future(mine.first_attempt())
+    bad = pb.ReduceRequest(chunk=pb.Chunk(index=0, data=data))
+    await mine.serve_reduce(1, 0, _Silent(bad))
+    await averaging
+    assert torch.equal(await mine.mean(), torch.arange(4.0))
 
 
 class _Averaging(Echo):

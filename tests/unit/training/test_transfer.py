@@ -15,8 +15,11 @@ from swarm_training.checkpoints.state_file import StateFile, UnreadableState
 from swarm_training.core.moment import Moment
 from swarm_training.run import state as states
 from swarm_training.run.transfer.receiving import compare, download
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import SimulatedPeer, World, simulate
 from tests.worlds.virtual_time import at_once
+
+pytestmark = IN_VIRTUAL_TIME
 
 WRITES_S = 60.0
 
@@ -81,15 +84,12 @@ def test_a_giver_that_a_step_has_overtaken_is_asked_again(monkeypatch: pytest.Mo
     simulate(scenario)
 
 
-def test_who_gets_no_state_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        giver, joiner = await giver_and_joiner(monkeypatch, [])
-        await joiner.peer.find_others()
-        giver.peer._state_server._arrivals.clear()
-        assert await joiner.peer.downloads.newest() is None
-        assert f"{giver.peer_id}: the run has gone on" in str(joiner.peer.downloads.no_state())
-
-    simulate(scenario)
+async def test_who_gets_no_state_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    giver, joiner = await giver_and_joiner(monkeypatch, [])
+    await joiner.peer.find_others()
+    giver.peer._state_server._arrivals.clear()
+    assert await joiner.peer.downloads.newest() is None
+    assert f"{giver.peer_id}: the run has gone on" in str(joiner.peer.downloads.no_state())
 
 
 def test_a_step_is_not_kept_waiting_and_a_state_that_it_overtakes_is_not_given() -> None:

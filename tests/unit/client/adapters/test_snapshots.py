@@ -105,15 +105,11 @@ def part(text: bytes = b"data") -> AdapterPart:
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])
-def test_a_cache_miss_uploads_it_again(times):
+async def test_a_cache_miss_uploads_it_again(times):
     server = Forgetful(times)
-
-    async def scenario() -> None:
-        uploader = AdapterUploader(server.put)
-        for _ in range(3):
-            assert await uploader.use(part(), Span(0, 1), server.request) == "done"
-
-    run(scenario())
+    uploader = AdapterUploader(server.put)
+    for _ in range(3):
+        assert await uploader.use(part(), Span(0, 1), server.request) == "done"
     assert server.puts == [b"data"] * (1 + times)
 
 
@@ -124,14 +120,10 @@ def test_a_server_that_forgets_everything_is_given_up():
     assert 2 <= len(server.puts) <= 5
 
 
-def test_requests_at_once_share_an_upload():
+async def test_requests_at_once_share_an_upload():
     server = Forgetful(0)
-
-    async def scenario() -> None:
-        uploader = AdapterUploader(server.put)
-        await asyncio.gather(*(uploader.use(part(), Span(0, 1), server.request) for _ in range(8)))
-
-    run(scenario())
+    uploader = AdapterUploader(server.put)
+    await asyncio.gather(*(uploader.use(part(), Span(0, 1), server.request) for _ in range(8)))
     assert server.puts == [b"data"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from swarm_client.swarm.peer_health import FAILED, NEWCOMER_S, SILENT, PeerBackoff, PeerTrust, RttTracker
 from swarm_protocol.dht.records import ServerRecord
-from tests.unit.support import run, server_record
+from tests.unit.support import server_record
 from tests.worlds.virtual_time import run_virtually
 
 
@@ -31,55 +31,40 @@ def servers(*names: str) -> list[ServerRecord]:
     return [server_record(name) for name in names]
 
 
-def test_unknown_round_trips_are_measured_once() -> None:
+async def test_unknown_round_trips_are_measured_once() -> None:
     pings = Pings({"a": 0.1, "b": 0.2})
     trips = RttTracker(pings)
-
-    async def story() -> None:
-        assert await trips.measure(servers("a"), servers("a", "b")) == set()
-        assert await trips.measure(servers("a", "b"), []) == set()
-
-    run(story())
+    assert await trips.measure(servers("a"), servers("a", "b")) == set()
+    assert await trips.measure(servers("a", "b"), []) == set()
     assert dict(trips.known) == {"a": 0.1, "b": 0.2}
     assert sorted(pings.asked) == ["a", "b"]
 
 
-def test_those_who_do_not_answer_are_named() -> None:
+@pytest.mark.run_by(function=run_virtually)
+async def test_those_who_do_not_answer_are_named() -> None:
     """One refuses, one is silent, and nobody waits for it for ever."""
     pings = Pings({"a": 0.1, "refuses": None})
     trips = RttTracker(pings)
-
-    async def story() -> None:
-        assert await trips.measure(servers("a", "refuses", "silent"), []) == {"refuses", "silent"}
-
-    run_virtually(story())
+    assert await trips.measure(servers("a", "refuses", "silent"), []) == {"refuses", "silent"}
     assert dict(trips.known) == {"a": 0.1}
 
 
-def test_of_many_only_some_are_asked_at_a_time() -> None:
+async def test_of_many_only_some_are_asked_at_a_time() -> None:
     names = [f"s{number:03}" for number in range(500)]
     pings = Pings(dict.fromkeys(names, 0.1))
     trips = RttTracker(pings)
-
-    async def story() -> None:
-        await trips.measure(servers("s499"), servers(*names))
-
-    run(story())
+    await trips.measure(servers("s499"), servers(*names))
     assert "s499" in pings.asked and 10 <= len(pings.asked) <= 20
     assert max(map(int, (name[1:] for name in pings.asked[1:]))) > 400  # of all blocks
 
 
-def test_who_failed_is_measured_again() -> None:
+async def test_who_failed_is_measured_again() -> None:
     pings = Pings({"a": 0.1})
     trips = RttTracker(pings)
-
-    async def story() -> None:
-        await trips.measure(servers("a"), [])
-        trips.forget("a")
-        pings.rtts_s["a"] = 0.3
-        await trips.measure(servers("a"), [])
-
-    run(story())
+    await trips.measure(servers("a"), [])
+    trips.forget("a")
+    pings.rtts_s["a"] = 0.3
+    await trips.measure(servers("a"), [])
     assert dict(trips.known) == {"a": 0.3}
 
 

@@ -163,17 +163,14 @@ def test_a_step_is_sent_with_all_its_parts() -> None:
     ]
 
 
-def test_posted_steps_are_sent_in_their_order_with_all_their_parts() -> None:
+@pytest.mark.run_by(function=run_virtually)
+async def test_posted_steps_are_sent_in_their_order_with_all_their_parts() -> None:
     wire, call = WireTensor.of(LARGE), FakeCall([])
     first, second = pb.Step(number=1, hidden=wire.header), pb.Step(number=2, start_position=3)
-
-    async def story() -> None:
-        session = hop_session(call)
-        session.post(first, wire.parts)
-        session.post(second, ())
-        await asyncio.sleep(1.0)
-
-    run_virtually(story())
+    session = hop_session(call)
+    session.post(first, wire.parts)
+    session.post(second, ())
+    await asyncio.sleep(1.0)
     assert call.written == [
         pb.SessionRequest(step=first),
         *(pb.SessionRequest(more=part) for part in wire.parts),
@@ -314,7 +311,7 @@ def test_the_end_of_the_stream_becomes_its_error(status: grpc.StatusCode, error:
     assert_of_the_peer(trouble.error)
 
 
-def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
+async def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
     """gRPC gives up a call that is written to twice at a time, without a word to the server."""
 
     class SlowCall(FakeCall):
@@ -327,15 +324,12 @@ def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:
             await super().write(request)
             self.busy = False
 
-    async def close() -> list[str]:
-        call, wire = SlowCall([]), WireTensor.of(LARGE)
-        session = hop_session(call)
-        sending = asyncio.ensure_future(session.send(pb.Step(hidden=wire.header), wire.parts))
-        await until(lambda: call.busy)
-        await asyncio.gather(sending, session.close())
-        return [request.WhichOneof("kind") for request in call.written]
-
-    assert run(close()) == ["step", "more", "more", "close"]
+    call, wire = SlowCall([]), WireTensor.of(LARGE)
+    session = hop_session(call)
+    sending = asyncio.ensure_future(session.send(pb.Step(hidden=wire.header), wire.parts))
+    await until(lambda: call.busy)
+    await asyncio.gather(sending, session.close())
+    assert [request.WhichOneof("kind") for request in call.written] == ["step", "more", "more", "close"]
 
 
 class PassCall(FakeCall):
@@ -364,16 +358,14 @@ class Channel:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_backward_pass_sends_the_inputs_unless_the_server_has_kept_them_and_then_the_gradients(is_kept: bool) -> None:
+async def test_a_backward_pass_sends_the_inputs_unless_the_server_has_kept_them_and_then_the_gradients(
+    is_kept: bool,
+) -> None:
     hidden, grad, answer = (WireTensor.of(LARGE * factor) for factor in (1.0, 2.0, 3.0))
     call = PassCall([pb.TensorReply(output=answer.header), *(pb.TensorReply(more=part) for part in answer.parts)])
-
-    async def story() -> tuple[WireTensor, list[WireTensor] | None]:
-        server = ServerConnection(server_record(), Channel(call), ClientConfig())  # type: ignore[arg-type]
-        key = b"key" if is_kept else b""
-        return await server.backward(Span(0, 4), hidden, grad, Context(None, None), unwatched, key)
-
-    assert run(story()) == (answer, [])
+    server = ServerConnection(server_record(), Channel(call), ClientConfig())  # type: ignore[arg-type]
+    key = b"key" if is_kept else b""
+    assert await server.backward(Span(0, 4), hidden, grad, Context(None, None), unwatched, key) == (answer, [])
     first, *more = call.written
     assert first.WhichOneof("kind") == ("kept" if is_kept else "forward")
     assert is_kept or first.forward.hidden == hidden.header
@@ -424,12 +416,10 @@ def test_the_rate_of_a_line(rtts_s: list[float], payloads_s: list[float], send_s
     assert 64 * 1024 / rate_of(Line(rtts_s, payloads_s)) == pytest.approx(send_s)
 
 
+@pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize("rtts_s", [[0.3, 0.02, 0.05], [0.3, 0.05, 0.02], [0.02, 0.3, 0.05]])
-def test_the_round_trip_time_is_the_shortest_of_a_few(rtts_s: list[float]) -> None:
-    async def story() -> float:
-        return await ServerConnection(server_record(), Line(rtts_s, []), ClientConfig()).ping()  # type: ignore[arg-type]
-
-    assert run_virtually(story()) == pytest.approx(0.02)
+async def test_the_round_trip_time_is_the_shortest_of_a_few(rtts_s: list[float]) -> None:
+    assert await ServerConnection(server_record(), Line(rtts_s, []), ClientConfig()).ping() == pytest.approx(0.02)
 
 
 def test_a_far_line_is_measured_in_few_round_trips() -> None:

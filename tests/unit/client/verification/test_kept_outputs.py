@@ -16,7 +16,7 @@ from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.unit.support import run, server_record
+from tests.unit.support import server_record
 
 
 @pytest.mark.parametrize("num_cropped", [0, 1, 3, 5, 9])
@@ -71,28 +71,24 @@ class Swarm:
 HOPS = tuple(Hop(record, record.span) for record in (server_record("a", "0:4"), server_record("b", "4:8")))
 
 
-def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
+async def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
     """Its servers have keys and values of what was rounded."""
     raw, rounding = (pb.RAW,) * 3, (pb.INT8_BLOCKS, pb.RAW, pb.RAW)
     checker, reporter = Checker(), SimpleNamespace(num_repairs=0)
+    checks = SessionChecks(Swarm(), reporter)
+    checks._checker = checker
 
-    async def story() -> None:
-        checks = SessionChecks(Swarm(), reporter)
-        checks._checker = checker
+    async def step(codecs: tuple[int, ...], length: int) -> None:
+        inputs = BlockInput(torch.randn(1, length, 4))
+        await checks.accept(HOPS, codecs, lambda _row: inputs, inputs.hidden[:, -8:], 8, length, NOTHING, None)
 
-        async def step(codecs: tuple[int, ...], length: int) -> None:
-            inputs = BlockInput(torch.randn(1, length, 4))
-            await checks.accept(HOPS, codecs, lambda _row: inputs, inputs.hidden[:, -8:], 8, length, NOTHING, None)
-
-        await step(raw, 8)
-        await step(rounding, 16)
-        reporter.num_repairs += 1  # from where on all is raw; nothing of that step is checked
-        await step(raw, 24)
-        await step(raw, 32)
-        checks.begin_again()
-        await step(raw, 40)
-
-    run(story())
+    await step(raw, 8)
+    await step(rounding, 16)
+    reporter.num_repairs += 1  # from where on all is raw; nothing of that step is checked
+    await step(raw, 24)
+    await step(raw, 32)
+    checks.begin_again()
+    await step(raw, 40)
     assert [sample.codecs for sample in checker.samples] == [raw, rounding, raw, raw]
     assert [sample.is_rounded for sample in checker.samples] == [False, True, True, False]
 
@@ -106,15 +102,13 @@ def test_a_session_that_was_rounded_once_stays_so_until_it_begins_again():
         (CheckVerdict(passed=frozenset("a"), suspects=frozenset("b")), False),
     ],
 )
-def test_a_step_is_used_unless_its_check_finds_a_server_to_distrust(
+async def test_a_step_is_used_unless_its_check_finds_a_server_to_distrust(
     verdict: CheckVerdict | None, is_usable: bool
 ) -> None:
     inputs, checker = BlockInput(torch.randn(1, 8, 4)), Checker(verdict)
-
-    async def story() -> bool:
-        checks = SessionChecks(Swarm(), SimpleNamespace(num_repairs=0, report=lambda _event: None))
-        checks._checker = checker
-        return await checks.accept(HOPS, (pb.RAW,) * 3, lambda _row: inputs, inputs.hidden, 8, 8, NOTHING, None)
-
-    assert run(story()) == is_usable
+    checks = SessionChecks(Swarm(), SimpleNamespace(num_repairs=0, report=lambda _event: None))
+    checks._checker = checker
+    assert (
+        await checks.accept(HOPS, (pb.RAW,) * 3, lambda _row: inputs, inputs.hidden, 8, 8, NOTHING, None) == is_usable
+    )
     assert len(checker.samples) == 1

@@ -123,47 +123,35 @@ def test_the_chosen_model_is_offered_without_a_swarm(loads: Loads) -> None:
     assert missing.value.status == 404
 
 
-def test_the_traits_of_a_model_are_known_before_it_is_loaded(loads: Loads) -> None:
+async def test_the_traits_of_a_model_are_known_before_it_is_loaded(loads: Loads) -> None:
     models = swarm_models(loads, SwarmSnapshot((status("org/none", ("0:8", ("legal",))),)))
-
-    async def ask() -> None:
-        await models.names()
-        positions = AutoConfig.from_pretrained(locate(DEFAULT_MODEL)).max_position_embeddings
-        known = Traits(has_template=False, capabilities=("completion", "embedding"), max_positions=positions)
-        assert await models.traits(DEFAULT_MODEL, wait=False) == known
-        assert await models.traits("org/none:legal", wait=False) is None
-        assert await models.traits("org/none:legal") is None  # it has no tokenizer here
-
-    run(ask())
+    await models.names()
+    positions = AutoConfig.from_pretrained(locate(DEFAULT_MODEL)).max_position_embeddings
+    known = Traits(has_template=False, capabilities=("completion", "embedding"), max_positions=positions)
+    assert await models.traits(DEFAULT_MODEL, wait=False) == known
+    assert await models.traits("org/none:legal", wait=False) is None
+    assert await models.traits("org/none:legal") is None  # it has no tokenizer here
     assert loads.asked == []
 
 
-def test_who_asks_at_the_same_time_waits_for_one_load(loads: Loads) -> None:
+async def test_who_asks_at_the_same_time_waits_for_one_load(loads: Loads) -> None:
     models = swarm_models(loads)
     loads.go_on.clear()
-
-    async def ask() -> None:
-        first, second, gone = (asyncio.create_task(models.get(DEFAULT_MODEL)) for _ in range(3))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        loads.go_on.set()
-        assert await first is await second is await models.get(DEFAULT_MODEL)
-
-    run(ask())
+    first, second, gone = (asyncio.create_task(models.get(DEFAULT_MODEL)) for _ in range(3))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    loads.go_on.set()
+    assert await first is await second is await models.get(DEFAULT_MODEL)
     assert loads.asked == [(DEFAULT_MODEL, None, "")]
     models.close()
     assert loads.closed == ["batcher", "model"]
 
 
-def test_a_failure_is_forgotten(loads: Loads) -> None:
+async def test_a_failure_is_forgotten(loads: Loads) -> None:
     models = swarm_models(loads)
     loads.fail = [NoRoute("no server")]
-
-    async def ask_twice() -> None:
-        with pytest.raises(NoRoute):
-            await models.get(DEFAULT_MODEL)
-        assert (await models.get(DEFAULT_MODEL)).max_positions == 64
-
-    run(ask_twice())
+    with pytest.raises(NoRoute):
+        await models.get(DEFAULT_MODEL)
+    assert (await models.get(DEFAULT_MODEL)).max_positions == 64
     assert len(loads.asked) == 2

@@ -18,7 +18,6 @@ from swarm_gateway.limits.admission import (
     check_key,
     read_keys,
 )
-from tests.unit.support import run
 
 
 def has_turn(*places: QueuePlace) -> list[bool]:
@@ -60,18 +59,14 @@ def test_more_than_ever_fit_are_refused_for_good() -> None:
     assert refused.value.status == 400
 
 
-def test_who_gives_up_waiting_is_passed_over() -> None:
+async def test_who_gives_up_waiting_is_passed_over() -> None:
     queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=9))
     (active,), (gone,), (next_,) = queue.join("a", 1), queue.join("b", 1), queue.join("c", 1)
-
-    async def give_up() -> None:
-        task = asyncio.create_task(gone.__aenter__())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        gone.leave()
-
-    run(give_up())
+    task = asyncio.create_task(gone.__aenter__())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    gone.leave()
     active.leave()
     assert has_turn(gone, next_) == [False, True] and queue.num_queued == 0
 

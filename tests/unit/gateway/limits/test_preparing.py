@@ -9,7 +9,7 @@ import pytest
 
 from swarm_gateway.limits.admission import ApiError, GatewayLimits
 from swarm_gateway.limits.preparing import Preparations
-from tests.unit.support import run, until
+from tests.unit.support import until
 
 LONG, SHORT = 2**21, 100
 
@@ -60,20 +60,16 @@ async def test_errors_are_raised_and_end_a_turn() -> None:
             await preparations.run("key", size, lambda: int("no number"))
 
 
-def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
+async def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
     order: list[str] = []
-
-    async def scenario() -> None:
-        preparations, first = Preparations(is_shared=True), Work()
-        tasks = [asyncio.ensure_future(preparations.run("many", LONG, first))]
-        await until(first.begun.is_set)
-        for name in ("many", "many", "many", "few"):
-            tasks.append(asyncio.ensure_future(preparations.run(name, LONG, lambda name=name: order.append(name))))
-            await asyncio.sleep(0)
-        first.goes_on.set()
-        await asyncio.gather(*tasks)
-
-    run(scenario())
+    preparations, first = Preparations(is_shared=True), Work()
+    tasks = [asyncio.ensure_future(preparations.run("many", LONG, first))]
+    await until(first.begun.is_set)
+    for name in ("many", "many", "many", "few"):
+        tasks.append(asyncio.ensure_future(preparations.run(name, LONG, lambda name=name: order.append(name))))
+        await asyncio.sleep(0)
+    first.goes_on.set()
+    await asyncio.gather(*tasks)
     assert order == ["many", "few", "many", "many"]
 
 

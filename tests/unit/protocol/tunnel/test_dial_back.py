@@ -14,7 +14,6 @@ from swarm_protocol.tunnel import dial_back
 from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
 from swarm_protocol.tunnel.dial_back import DIAL_BACK, ask_dial_back, serve_dial_back
 from tests.unit.protocol.tunnel.test_relay_ends import MemoryStreams, stream_of
-from tests.unit.support import run
 
 NAMES = {"me.example": ["192.0.2.1", "2001:db8::1"], "odd.example": ["192.0.2.9"]}
 
@@ -47,18 +46,15 @@ def dialled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return targets
 
 
-def test_a_strangers_names_are_not_looked_up(looked_up: list[str], dialled: list[tuple[str, int]]) -> None:
-    async def scenario() -> None:
-        streams = MemoryStreams()
-        await serve_dial_back(streams)
-        stream, writer = stream_of("stranger", "192.0.2.1")
-        asked = ["me.example:7", "192.0.2.1:7", "192.0.2.9:7", "[::ffff:192.0.2.1]:8"]
-        stream.reader.feed_data(framed(pb.DialBack(addresses=asked).SerializeToString()))
-        await streams.handlers[DIAL_BACK](stream)
-        answer = await read_message(writer.written, pb.DialedBack, HELLO_TIMEOUT_S)
-        assert answer == pb.DialedBack(reached=["192.0.2.1:7", "[::ffff:192.0.2.1]:8"], host="192.0.2.1")
-
-    run(scenario())
+async def test_a_strangers_names_are_not_looked_up(looked_up: list[str], dialled: list[tuple[str, int]]) -> None:
+    streams = MemoryStreams()
+    await serve_dial_back(streams)
+    stream, writer = stream_of("stranger", "192.0.2.1")
+    asked = ["me.example:7", "192.0.2.1:7", "192.0.2.9:7", "[::ffff:192.0.2.1]:8"]
+    stream.reader.feed_data(framed(pb.DialBack(addresses=asked).SerializeToString()))
+    await streams.handlers[DIAL_BACK](stream)
+    answer = await read_message(writer.written, pb.DialedBack, HELLO_TIMEOUT_S)
+    assert answer == pb.DialedBack(reached=["192.0.2.1:7", "[::ffff:192.0.2.1]:8"], host="192.0.2.1")
     assert looked_up == [] and dialled == [("192.0.2.1", 7), ("192.0.2.1", 8)]
 
 

@@ -40,30 +40,27 @@ def test_what_is_put_in_one_turn_is_one_message() -> None:
     assert sent_of(small(1, 2, 3), small(4), small(5, 6)) == [[1, 2, 3], [4], [5, 6]]
 
 
-def test_tasks_that_are_ready_together_share_a_message() -> None:
+async def test_tasks_that_are_ready_together_share_a_message() -> None:
     messages: list[list[int]] = []
 
-    async def story() -> None:
-        async def send(entries: list[pb.Output]) -> None:
-            messages.append([entry.number for entry in entries])
+    async def send(entries: list[pb.Output]) -> None:
+        messages.append([entry.number for entry in entries])
 
-        outbox = Outbox[pb.Output](send)
-        sending = asyncio.ensure_future(outbox.send_all())
-        gate = asyncio.Event()
+    outbox = Outbox[pb.Output](send)
+    sending = asyncio.ensure_future(outbox.send_all())
+    gate = asyncio.Event()
 
-        async def put(number: int) -> None:
-            await gate.wait()
-            outbox.put(*small(number))
+    async def put(number: int) -> None:
+        await gate.wait()
+        outbox.put(*small(number))
 
-        tasks = [asyncio.ensure_future(put(number)) for number in range(1, 9)]
+    tasks = [asyncio.ensure_future(put(number)) for number in range(1, 9)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks)
+    while outbox.size_bytes:
         await asyncio.sleep(0)
-        gate.set()
-        await asyncio.gather(*tasks)
-        while outbox.size_bytes:
-            await asyncio.sleep(0)
-        sending.cancel()
-
-    run(story())
+    sending.cancel()
     assert messages == [list(range(1, 9))]
 
 

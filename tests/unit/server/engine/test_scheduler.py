@@ -89,14 +89,11 @@ def test_everything_runs_on_one_other_thread(scheduler: Scheduler, engine: Engin
     assert thread != threading.get_ident()
 
 
-def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, engine: Engine) -> None:
-    async def together() -> None:
-        tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
-        engine.gate.set()
-        assert await asyncio.gather(*tasks) == ["first", "a", "b", "c"]
-
-    run(together())
+async def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, engine: Engine) -> None:
+    tasks = [await held(scheduler, engine)]
+    tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+    engine.gate.set()
+    assert await asyncio.gather(*tasks) == ["first", "a", "b", "c"]
     assert engine.batches == [["first"], ["a", "b", "c"]]
 
 
@@ -104,71 +101,55 @@ def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, en
     ("rows", "num_tokens", "start", "waits"),
     [(40, 1, 0, False), (1, 32, 9, False), (1, 33, 9, True), (8, 5, 9, True), (1, 2, 0, True)],
 )
-def test_what_somebody_watches_goes_before_prompts(
+async def test_what_somebody_watches_goes_before_prompts(
     scheduler: Scheduler, engine: Engine, rows: int, num_tokens: int, start: int, waits: bool
 ) -> None:
     """One token per row, and a few positions of speculation; not a prompt, though it is short."""
-
-    async def compute() -> None:
-        tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step("prompt", step(1000), client)) for client in "ab"]
-        tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start), "c"))]
-        engine.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(compute())
+    tasks = [await held(scheduler, engine)]
+    tasks += [await submit(scheduler.step("prompt", step(1000), client)) for client in "ab"]
+    tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start), "c"))]
+    engine.gate.set()
+    await asyncio.gather(*tasks)
     last = "step" if waits else "prompt"
     assert engine.batches[-1] == [last]
 
 
-def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
+async def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
     """Tokens of others wait for one chunk of a prompt at most."""
-
-    async def chunks() -> None:
-        tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step(f"chunk {number}", step(64))) for number in range(3)]
-        tasks += [await submit(scheduler.step(f"{number} tokens", step(number, start=9))) for number in (1, 2, 3)]
-        engine.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(chunks())
+    tasks = [await held(scheduler, engine)]
+    tasks += [await submit(scheduler.step(f"chunk {number}", step(64))) for number in range(3)]
+    tasks += [await submit(scheduler.step(f"{number} tokens", step(number, start=9))) for number in (1, 2, 3)]
+    engine.gate.set()
+    await asyncio.gather(*tasks)
     kinds = [names[0].split()[-1] == "tokens" for names in engine.batches[1:]]
     assert kinds in ([True, False] * 3, [False, True] * 3)
 
 
-def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler, engine: Engine) -> None:
+async def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler, engine: Engine) -> None:
     """They go before longer prompts, and tokens of others wait for one of them at most."""
-
-    async def chunks() -> None:
+    tasks = [await held(scheduler, engine)]
+    tasks += [await submit(scheduler.step("long prompt", step(64, num_following=600)))]
+    tasks += [await submit(scheduler.step("prompt", step(16, num_following=19)))]
+    tasks += [await submit(scheduler.step("token", step(1, start=9)))]
+    engine.gate.set()
+    await asyncio.gather(*tasks)
+    for start, num_following in ((16, 3), (32, 0)):
         tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step("long prompt", step(64, num_following=600)))]
-        tasks += [await submit(scheduler.step("prompt", step(16, num_following=19)))]
+        tasks += [await submit(scheduler.step("long prompt", step(64, start=64, num_following=500)))]
         tasks += [await submit(scheduler.step("token", step(1, start=9)))]
+        tasks += [await submit(scheduler.step("prompt", step(16 if num_following else 3, 1, start, num_following)))]
         engine.gate.set()
         await asyncio.gather(*tasks)
-        for start, num_following in ((16, 3), (32, 0)):
-            tasks = [await held(scheduler, engine)]
-            tasks += [await submit(scheduler.step("long prompt", step(64, start=64, num_following=500)))]
-            tasks += [await submit(scheduler.step("token", step(1, start=9)))]
-            tasks += [await submit(scheduler.step("prompt", step(16 if num_following else 3, 1, start, num_following)))]
-            engine.gate.set()
-            await asyncio.gather(*tasks)
-
-    run(chunks())
     assert engine.batches == [["first"], ["prompt"], ["token"], ["long prompt"]] * 3
 
 
-def test_a_user_with_many_prompts_does_not_hold_up_another(scheduler: Scheduler, engine: Engine) -> None:
+async def test_a_user_with_many_prompts_does_not_hold_up_another(scheduler: Scheduler, engine: Engine) -> None:
     """Though both are behind one client, and the one who came first has the shorter prompts."""
-
-    async def prompts() -> None:
-        tasks = [await held(scheduler, engine)]
-        tasks += [await submit(scheduler.step(f"anna {number}", step(64), "gateway", "anna")) for number in range(9)]
-        tasks += [await submit(scheduler.step("bert", step(100), "gateway", "bert"))]
-        engine.gate.set()
-        await asyncio.gather(*tasks)
-
-    run(prompts())
+    tasks = [await held(scheduler, engine)]
+    tasks += [await submit(scheduler.step(f"anna {number}", step(64), "gateway", "anna")) for number in range(9)]
+    tasks += [await submit(scheduler.step("bert", step(100), "gateway", "bert"))]
+    engine.gate.set()
+    await asyncio.gather(*tasks)
     assert engine.batches[:3] == [["first"], ["anna 0"], ["bert"]]
 
 
@@ -237,50 +218,43 @@ class TestFailures:
         assert await scheduler.step("later", step()) == "later"
 
 
-def test_work_whose_caller_has_gone_is_not_computed(scheduler: Scheduler, engine: Engine) -> None:
+async def test_work_whose_caller_has_gone_is_not_computed(scheduler: Scheduler, engine: Engine) -> None:
     problems: list[dict] = []
-
-    async def cancel() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _loop, problem: problems.append(problem))
-        first = await held(scheduler, engine)
-        gone = [await submit(scheduler.step("gone", step(length))) for length in (1, 1000)]
-        gone += [await submit(scheduler.train(lambda: engine.batches.append(["trained"])))]
-        still_there = await submit(scheduler.step("still there", step()))
-        for task in (*gone, first):  # the first while it runs: it ends, and nobody hears of it
-            task.cancel()
-        await asyncio.wait([*gone, first])
-        assert all(task.cancelled() for task in (*gone, first))
-        engine.gate.set()
-        assert await still_there == "still there"
-
-    run(cancel())
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, problem: problems.append(problem))
+    first = await held(scheduler, engine)
+    gone = [await submit(scheduler.step("gone", step(length))) for length in (1, 1000)]
+    gone += [await submit(scheduler.train(lambda: engine.batches.append(["trained"])))]
+    still_there = await submit(scheduler.step("still there", step()))
+    for task in (*gone, first):  # the first while it runs: it ends, and nobody hears of it
+        task.cancel()
+    await asyncio.wait([*gone, first])
+    assert all(task.cancelled() for task in (*gone, first))
+    engine.gate.set()
+    assert await still_there == "still there"
     assert (engine.batches, problems) == ([["first"], ["still there"]], [])
 
 
-def test_stopping_finishes_what_runs_and_fails_what_waits(engine: Engine) -> None:
-    async def stop() -> None:
-        scheduler = Scheduler(engine, TRAINING)
-        running = await held(scheduler, engine)
-        waiting = [await submit(scheduler.step("waited", step(length))) for length in (1, 1000)]
-        stopping = asyncio.create_task(asyncio.to_thread(scheduler.stop))
+async def test_stopping_finishes_what_runs_and_fails_what_waits(engine: Engine) -> None:
+    scheduler = Scheduler(engine, TRAINING)
+    running = await held(scheduler, engine)
+    waiting = [await submit(scheduler.step("waited", step(length))) for length in (1, 1000)]
+    stopping = asyncio.create_task(asyncio.to_thread(scheduler.stop))
 
-        async def refuses_to_begin() -> bool:
-            late = await submit(scheduler.train(lambda: "late"))
-            if late.done():
-                return "shutting down" in str(late.exception())
-            late.cancel()
-            return False
+    async def refuses_to_begin() -> bool:
+        late = await submit(scheduler.train(lambda: "late"))
+        if late.done():
+            return "shutting down" in str(late.exception())
+        late.cancel()
+        return False
 
-        await until(refuses_to_begin)
-        assert not running.done()
-        engine.gate.set()
-        assert await running == "first"
-        for task in waiting:
-            with pytest.raises(PeerBusy, match="shutting down"):
-                await task
-        await stopping
-
-    run(stop())
+    await until(refuses_to_begin)
+    assert not running.done()
+    engine.gate.set()
+    assert await running == "first"
+    for task in waiting:
+        with pytest.raises(PeerBusy, match="shutting down"):
+            await task
+    await stopping
     assert engine.batches == [["first"]]
 
 

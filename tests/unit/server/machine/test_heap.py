@@ -43,7 +43,7 @@ def test_only_if_it_has_grown() -> None:
     assert len(trims) == 2
 
 
-def test_again_after_it_has_given_much() -> None:
+async def test_again_after_it_has_given_much() -> None:
     """What was in use then may be free now."""
     sizes, given = [500 * MIB], [100 * MIB, MUCH_BYTES, MUCH_BYTES - 1, 0]
     trims: list[int] = []
@@ -53,16 +53,12 @@ def test_again_after_it_has_given_much() -> None:
         sizes.append(sizes[-1] - given[len(trims) - 1])
 
     trimmer = HeapTrimmer(lambda: sizes[-1], trim)
-
-    async def check() -> None:
-        for _ in range(10):
-            await trimmer.trim()
-
-    run(check())
+    for _ in range(10):
+        await trimmer.trim()
     assert len(trims) == 3
 
 
-def test_what_is_freed_later_is_given_back_too() -> None:
+async def test_what_is_freed_later_is_given_back_too() -> None:
     """Nothing grows by it. In vain it is tried more and more seldom, and not at all once the process is small again."""
     in_use, sizes = [100 * MIB], [100 * MIB]
     trims: list[int] = []
@@ -73,23 +69,18 @@ def test_what_is_freed_later_is_given_back_too() -> None:
         sizes.append(in_use[-1])
 
     trimmer = HeapTrimmer(lambda: sizes[-1], trim)
-
-    async def check() -> None:
-        nonlocal look
+    await trimmer.trim()
+    in_use.append(400 * MIB)
+    sizes.append(400 * MIB)
+    while look < 60:
+        look += 1
         await trimmer.trim()
-        in_use.append(400 * MIB)
-        sizes.append(400 * MIB)
-        while look < 60:
-            look += 1
-            await trimmer.trim()
-        assert trims == [0, 1, 2, 4, 8, 16, 32, 48]
-        in_use.append(100 * MIB)
-        while look < 200:
-            look += 1
-            await trimmer.trim()
-        assert trims[8:] == [64, 65]
-
-    run(check())
+    assert trims == [0, 1, 2, 4, 8, 16, 32, 48]
+    in_use.append(100 * MIB)
+    while look < 200:
+        look += 1
+        await trimmer.trim()
+    assert trims[8:] == [64, 65]
 
 
 def test_the_system_gets_the_memory_back() -> None:

@@ -10,7 +10,7 @@ import pytest
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
-from tests.unit.support import run, until
+from tests.unit.support import until
 
 LARGE = pb.SessionRequest(more=bytes(64 * 1024))
 SMALL = pb.SessionRequest(more=b"token")
@@ -62,15 +62,12 @@ async def test_an_error_comes_when_it_is_its_turn() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_stream_that_is_closed_is_not_read_any_more(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        messages = incoming(Stream(LARGE, fails=fails))
-        await messages.next()
-        await messages.aclose()
-        await messages.aclose()
-        await asyncio.sleep(0.01)
-
-    run(story())
+async def test_a_stream_that_is_closed_is_not_read_any_more(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    messages = incoming(Stream(LARGE, fails=fails))
+    await messages.next()
+    await messages.aclose()
+    await messages.aclose()
+    await asyncio.sleep(0.01)
     assert caplog.text == ""
 
 

@@ -131,16 +131,13 @@ async def test_one_that_was_started_again_is_reached_at_its_new_address(lost: gr
     assert list(swarm.neighbours._channels._channels) == [("a:2", b"")]
 
 
-def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        swarm = Swarm(server("a"))
-        swarm.breaks = True
-        with pytest.raises(PeerUnavailable):
-            await swarm.neighbours.stub("a")
-        swarm.breaks = False
+async def test_a_swarm_that_cannot_be_read_is_no_more_than_an_unknown_server(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = Swarm(server("a"))
+    swarm.breaks = True
+    with pytest.raises(PeerUnavailable):
         await swarm.neighbours.stub("a")
-
-    run(story())
+    swarm.breaks = False
+    await swarm.neighbours.stub("a")
     assert "cannot be read: no daemon" in caplog.text
 
 

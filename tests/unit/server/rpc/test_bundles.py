@@ -109,15 +109,12 @@ class Story:
         await bundles.serve(incoming, outbox, take, admitted=self.admit, idle_timeout_s=60.0)
 
 
-def test_a_caller_whose_membership_ends_has_no_more_steps_computed() -> None:
-    async def scenario() -> None:
-        server = Story()
-        server.num_admissions = 1
-        with pytest.raises(AccessDenied):
-            await server.push(pushed((KEY, 1)), pushed((KEY, 2), (KEY, 3)))
-        assert server.session.taken == [1]
-
-    run(scenario())
+async def test_a_caller_whose_membership_ends_has_no_more_steps_computed() -> None:
+    server = Story()
+    server.num_admissions = 1
+    with pytest.raises(AccessDenied):
+        await server.push(pushed((KEY, 1)), pushed((KEY, 2), (KEY, 3)))
+    assert server.session.taken == [1]
 
 
 def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
@@ -160,45 +157,36 @@ def pushed(*entries: tuple[bytes, int], hidden: pb.Tensor = WHOLE) -> pb.PushBun
     return pb.PushBundle(steps=steps)
 
 
-def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
+async def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
     """gRPC fails if a call ends in the middle of a message."""
+    server, sent, may_send = Story(), [], asyncio.Event()
 
-    async def scenario() -> None:
-        server, sent, may_send = Story(), [], asyncio.Event()
+    async def send(steps: list[pb.TakenStep]) -> None:
+        await may_send.wait()
+        sent.extend(steps)
 
-        async def send(steps: list[pb.TakenStep]) -> None:
-            await may_send.wait()
-            sent.extend(steps)
-
-        outbox = Outbox[pb.TakenStep](send)
-        take = bundles.take_pushed(server.find, server.arrivals, outbox)
-        incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
-        serving = asyncio.ensure_future(
-            bundles.serve(incoming, outbox, take, admitted=server.admit, idle_timeout_s=60.0)
-        )
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert server.session.taken == [1, 2] and not serving.done()
-        may_send.set()
-        await serving
-        assert [step.number for step in sent] == [1, 2]
-
-    run(scenario())
+    outbox = Outbox[pb.TakenStep](send)
+    take = bundles.take_pushed(server.find, server.arrivals, outbox)
+    incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
+    serving = asyncio.ensure_future(bundles.serve(incoming, outbox, take, admitted=server.admit, idle_timeout_s=60.0))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert server.session.taken == [1, 2] and not serving.done()
+    may_send.set()
+    await serving
+    assert [step.number for step in sent] == [1, 2]
 
 
-def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
-    async def story() -> None:
-        server = Story()
-        await server.push(pushed((b"gone", 5), (KEY, 1)), pushed((KEY, 2)))
-        assert server.session.taken == [1, 2]
-        assert [(step.push_key, step.number, step.lost) for step in server.sent] == [
-            (b"gone", 5, True),
-            (KEY, 1, False),
-            (KEY, 2, False),
-        ]
-        assert server.arrivals.used_bytes == 0
-
-    run(story())
+async def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
+    server = Story()
+    await server.push(pushed((b"gone", 5), (KEY, 1)), pushed((KEY, 2)))
+    assert server.session.taken == [1, 2]
+    assert [(step.push_key, step.number, step.lost) for step in server.sent] == [
+        (b"gone", 5, True),
+        (KEY, 1, False),
+        (KEY, 2, False),
+    ]
+    assert server.arrivals.used_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -211,116 +199,98 @@ def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
     ],
     ids=["far-ahead", "cut-off", "failed", "not-begun"],
 )
-def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBundle, reason: str) -> None:
-    async def story() -> None:
-        server = Story()
-        await server.push(message, pushed((KEY, 2)))
-        ((_, why),) = server.session.refused
-        assert reason in why and server.session.taken == [2]
-        assert [step.lost for step in server.sent] == [True, False]
-        assert server.arrivals.used_bytes == 0
-
-    run(story())
+async def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBundle, reason: str) -> None:
+    server = Story()
+    await server.push(message, pushed((KEY, 2)))
+    ((_, why),) = server.session.refused
+    assert reason in why and server.session.taken == [2]
+    assert [step.lost for step in server.sent] == [True, False]
+    assert server.arrivals.used_bytes == 0
 
 
-def test_a_step_that_fails_because_its_session_was_closed_is_not_refused() -> None:
+async def test_a_step_that_fails_because_its_session_was_closed_is_not_refused() -> None:
     """The session's own stream has said why it ended."""
-
-    async def story() -> None:
-        server = Story()
-        server.session.closed = True
-        await server.push(pushed((KEY, FATAL)))
-        assert server.session.refused == []
-        assert [(step.number, step.lost) for step in server.sent] == [(FATAL, False)]
-        assert server.arrivals.used_bytes == 0
-
-    run(story())
+    server = Story()
+    server.session.closed = True
+    await server.push(pushed((KEY, FATAL)))
+    assert server.session.refused == []
+    assert [(step.number, step.lost) for step in server.sent] == [(FATAL, False)]
+    assert server.arrivals.used_bytes == 0
 
 
-def test_a_stream_ends_though_its_client_cannot_be_told_why_a_step_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        server = Story()
+async def test_a_stream_ends_though_its_client_cannot_be_told_why_a_step_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Story()
 
-        async def broken(_number: int, _error: Exception) -> None:
-            raise MemoryError
+    async def broken(_number: int, _error: Exception) -> None:
+        raise MemoryError
 
-        monkeypatch.setattr(server.session, "refuse", broken)
-        await server.push(pushed((KEY, FATAL)), pushed((KEY, 2)))
-        assert [(step.number, step.lost) for step in server.sent] == [(FATAL, True), (2, False)]
-
-    run(story())
-
-
-def test_few_steps_of_a_session_may_be_under_way() -> None:
-    async def story() -> None:
-        server = Story()
-        server.session.gate.clear()
-        pushing = asyncio.ensure_future(server.push(pushed(*((KEY, number) for number in range(1, 8)))))
-        while len(server.session.refused) < 3:
-            await asyncio.sleep(0)
-        assert all("came at once" in why for _, why in server.session.refused)
-        server.session.gate.set()
-        await pushing
-        assert len(server.session.taken) == 4
-
-    run(story())
+    monkeypatch.setattr(server.session, "refuse", broken)
+    await server.push(pushed((KEY, FATAL)), pushed((KEY, 2)))
+    assert [(step.number, step.lost) for step in server.sent] == [(FATAL, True), (2, False)]
 
 
-def test_a_large_step_and_more_than_a_client_may_have_are_lost_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
-        server = Story()
-        large = pb.Tensor(shape=[3], dtype=pb.FLOAT32, data=bytes(MAX_BUNDLED_BYTES), size_bytes=MAX_BUNDLED_BYTES)
-        await server.push(pushed((KEY, 1), hidden=large), pushed((KEY, 2)))
-        assert [(step.number, step.lost) for step in server.sent] == [(1, True), (2, False)]
-        monkeypatch.setattr(bundles, "_MAX_TASKS", 2)
-        await server.push(pushed((KEY, 3), (KEY, 4), (KEY, 5)), pushed((KEY, 6)))
-        assert {step.number for step in server.sent if step.lost} == {1, 5}
-
-    run(story())
-
-
-def test_a_message_of_very_many_steps_is_refused() -> None:
-    async def story() -> None:
-        server = Story()
-        with pytest.raises(RequestRejected, match="steps are in one message"):
-            await server.push(pushed(*((KEY, number) for number in range(MAX_BUNDLED + 1))))
-        assert server.session.taken == []
-
-    run(story())
+async def test_few_steps_of_a_session_may_be_under_way() -> None:
+    server = Story()
+    server.session.gate.clear()
+    pushing = asyncio.ensure_future(server.push(pushed(*((KEY, number) for number in range(1, 8)))))
+    while len(server.session.refused) < 3:
+        await asyncio.sleep(0)
+    assert all("came at once" in why for _, why in server.session.refused)
+    server.session.gate.set()
+    await pushing
+    assert len(server.session.taken) == 4
 
 
-def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own_stream() -> None:
-    async def story() -> None:
-        bundled, own = [], []
+async def test_a_large_step_and_more_than_a_client_may_have_are_lost_to_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Story()
+    large = pb.Tensor(shape=[3], dtype=pb.FLOAT32, data=bytes(MAX_BUNDLED_BYTES), size_bytes=MAX_BUNDLED_BYTES)
+    await server.push(pushed((KEY, 1), hidden=large), pushed((KEY, 2)))
+    assert [(step.number, step.lost) for step in server.sent] == [(1, True), (2, False)]
+    monkeypatch.setattr(bundles, "_MAX_TASKS", 2)
+    await server.push(pushed((KEY, 3), (KEY, 4), (KEY, 5)), pushed((KEY, 6)))
+    assert {step.number for step in server.sent if step.lost} == {1, 5}
 
-        async def send(replies: list[pb.KeyedReply]) -> None:
-            bundled.extend(replies)
 
-        async def otherwise(replies: list[pb.SessionReply]) -> None:
-            own.extend(replies)
+async def test_a_message_of_very_many_steps_is_refused() -> None:
+    server = Story()
+    with pytest.raises(RequestRejected, match="steps are in one message"):
+        await server.push(pushed(*((KEY, number) for number in range(MAX_BUNDLED + 1))))
+    assert server.session.taken == []
 
-        outbox, all_bundles = Outbox[pb.KeyedReply](send), bundles.ReplyBundles()
-        sending = asyncio.ensure_future(outbox.send_all())
-        small = pb.SessionReply(output=pb.Output(number=1))
-        large = pb.SessionReply(output=pb.Output(number=2, hidden=pb.Tensor(data=bytes(MAX_BUNDLED_BYTES))))
-        leaving = pb.SessionReply(leaving=pb.Leaving())
-        relayed = pb.SessionReply(output=pb.Output(number=3, relay=True))
-        with all_bundles.opened(KEY, CLIENT, outbox) as bundle:
-            assert all_bundles.find(KEY, CLIENT) is bundle
-            assert all_bundles.find(KEY, Caller("stranger")) is None
-            with pytest.raises(RequestRejected), all_bundles.opened(KEY, CLIENT, outbox):
-                pass
-            with bundle.joined(b"session", otherwise) as answer:
-                reply = answer.send
-                assert bundle.num_sessions == 1
-                for replies in ([small], [large], [leaving], [relayed], [small, pb.SessionReply(more=b"part")]):
-                    await reply(replies)
-            assert bundle.num_sessions == 0
-        await reply([small])  # the client has ended the bundle
-        while outbox.size_bytes:
-            await asyncio.sleep(0)
-        sending.cancel()
-        assert [(entry.session_key, entry.reply) for entry in bundled] == [(b"session", small)]
-        assert own == [large, leaving, relayed, small, pb.SessionReply(more=b"part"), small]
 
-    run(story())
+async def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own_stream() -> None:
+    bundled, own = [], []
+
+    async def send(replies: list[pb.KeyedReply]) -> None:
+        bundled.extend(replies)
+
+    async def otherwise(replies: list[pb.SessionReply]) -> None:
+        own.extend(replies)
+
+    outbox, all_bundles = Outbox[pb.KeyedReply](send), bundles.ReplyBundles()
+    sending = asyncio.ensure_future(outbox.send_all())
+    small = pb.SessionReply(output=pb.Output(number=1))
+    large = pb.SessionReply(output=pb.Output(number=2, hidden=pb.Tensor(data=bytes(MAX_BUNDLED_BYTES))))
+    leaving = pb.SessionReply(leaving=pb.Leaving())
+    relayed = pb.SessionReply(output=pb.Output(number=3, relay=True))
+    with all_bundles.opened(KEY, CLIENT, outbox) as bundle:
+        assert all_bundles.find(KEY, CLIENT) is bundle
+        assert all_bundles.find(KEY, Caller("stranger")) is None
+        with pytest.raises(RequestRejected), all_bundles.opened(KEY, CLIENT, outbox):
+            pass
+        with bundle.joined(b"session", otherwise) as answer:
+            reply = answer.send
+            assert bundle.num_sessions == 1
+            for replies in ([small], [large], [leaving], [relayed], [small, pb.SessionReply(more=b"part")]):
+                await reply(replies)
+        assert bundle.num_sessions == 0
+    await reply([small])  # the client has ended the bundle
+    while outbox.size_bytes:
+        await asyncio.sleep(0)
+    sending.cancel()
+    assert [(entry.session_key, entry.reply) for entry in bundled] == [(b"session", small)]
+    assert own == [large, leaving, relayed, small, pb.SessionReply(more=b"part"), small]

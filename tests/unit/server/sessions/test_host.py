@@ -105,56 +105,47 @@ async def test_what_builds_on_a_refused_step_is_ignored_until_that_step_comes_ag
     assert hosted.session.length == 2
 
 
-def test_a_step_that_begins_without_a_task_ends_like_any_other() -> None:
-    async def scenario() -> None:
-        story = Story()
-        hosted, other = await story.open(4), await story.open(4)
-        with StepReader(other, Arrivals()) as reader:
-            for each in (step(1, 0, 4.0, 5.0), step(2, 2, 6.0)):
-                await reader.start(each)
-        expected = [reply.output for reply in story.replies]
-        assert await story.begun(hosted, step(1, 0, nan, 5.0)) is False
-        assert story.answers[2:] == [("failure", 1)] and hosted.number == 0
-        assert await story.begun(hosted, step(1, 0, 4.0, 5.0)) is True
-        story.has_bundle = False
-        assert await story.begun(hosted, step(2, 2, 6.0)) is True
-        assert [reply.session_key for reply in story.put] == [hosted.key]
-        assert [story.put[0].reply.output, story.replies[3].output] == expected
-        assert hosted.is_idle and hosted.number == 2
-
-    run_virtually(scenario())
+async def test_a_step_that_begins_without_a_task_ends_like_any_other() -> None:
+    story = Story()
+    hosted, other = await story.open(4), await story.open(4)
+    with StepReader(other, Arrivals()) as reader:
+        for each in (step(1, 0, 4.0, 5.0), step(2, 2, 6.0)):
+            await reader.start(each)
+    expected = [reply.output for reply in story.replies]
+    assert await story.begun(hosted, step(1, 0, nan, 5.0)) is False
+    assert story.answers[2:] == [("failure", 1)] and hosted.number == 0
+    assert await story.begun(hosted, step(1, 0, 4.0, 5.0)) is True
+    story.has_bundle = False
+    assert await story.begun(hosted, step(2, 2, 6.0)) is True
+    assert [reply.session_key for reply in story.put] == [hosted.key]
+    assert [story.put[0].reply.output, story.replies[3].output] == expected
+    assert hosted.is_idle and hosted.number == 2
 
 
-def test_a_step_whose_output_cannot_be_bundled_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        story = Story()
-        hosted = await story.open(4)
+async def test_a_step_whose_output_cannot_be_bundled_ends_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    hosted = await story.open(4)
 
-        def broken(_reply: pb.KeyedReply) -> bool:
-            raise MemoryError
+    def broken(_reply: pb.KeyedReply) -> bool:
+        raise MemoryError
 
-        monkeypatch.setattr(hosted, "_reply", Reply(story.reply, lambda: True, broken))
-        assert await story.begun(hosted, step(1, 0, 4.0)) is True
-        assert hosted.is_idle and story.answers == [("output", 1)]
-
-    run_virtually(scenario())
+    monkeypatch.setattr(hosted, "_reply", Reply(story.reply, lambda: True, broken))
+    assert await story.begun(hosted, step(1, 0, 4.0)) is True
+    assert hosted.is_idle and story.answers == [("output", 1)]
 
 
-def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        story = Story()
-        hosted = await story.open(4)
+async def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story()
+    hosted = await story.open(4)
 
-        def broken(*_arguments: object, **_named: object) -> None:
-            raise MemoryError
+    def broken(*_arguments: object, **_named: object) -> None:
+        raise MemoryError
 
-        with monkeypatch.context() as patch:
-            patch.setattr(hosted._services.scheduler, "start", broken)
-            with pytest.raises(MemoryError):
-                await story.begun(hosted, step(1, 0, 4.0))
-        assert await story.begun(hosted, step(1, 0, 4.0)) is True
-
-    run_virtually(scenario())
+    with monkeypatch.context() as patch:
+        patch.setattr(hosted._services.scheduler, "start", broken)
+        with pytest.raises(MemoryError):
+            await story.begun(hosted, step(1, 0, 4.0))
+    assert await story.begun(hosted, step(1, 0, 4.0)) is True
 
 
 @pytest.mark.parametrize(
@@ -162,16 +153,13 @@ def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypatch: p
     [step(1, 0, 4.0), step(2, 3, 4.0), step(2, 1, *range(10)), pb.Step(number=2, stored=pb.Stored())],
     ids=["known", "gap", "no-room", "stored"],
 )
-def test_a_step_that_is_not_simply_computed_needs_a_task(message: pb.Step) -> None:
-    async def scenario() -> None:
-        story = Story()
-        hosted = await story.open(4)
-        await story.begun(hosted, step(1, 0, 4.0))
-        payload = torch.full((1, max(1, len(message.hidden.data) // 4), 1), 4.0)
-        assert not hosted.begin(message, payload, print)
-        assert hosted.is_idle and hosted.number == 1
-
-    run_virtually(scenario())
+async def test_a_step_that_is_not_simply_computed_needs_a_task(message: pb.Step) -> None:
+    story = Story()
+    hosted = await story.open(4)
+    await story.begun(hosted, step(1, 0, 4.0))
+    payload = torch.full((1, max(1, len(message.hidden.data) // 4), 1), 4.0)
+    assert not hosted.begin(message, payload, print)
+    assert hosted.is_idle and hosted.number == 1
 
 
 def test_a_preempted_session_that_has_ended_does_not_keep_others_from_being_preempted() -> None:

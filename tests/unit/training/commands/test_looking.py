@@ -14,8 +14,11 @@ from swarm_training.contract.views import HeldOutView, RunView
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, MEETING, HeldOutLoss, Progress
 from swarm_training.core.signing import sign
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.identities import identity
-from tests.worlds.runs import World, all_done, enter_all, simulate
+from tests.worlds.runs import World, all_done, enter_all
+
+pytestmark = IN_VIRTUAL_TIME
 
 RECORD = Progress("toy", "", version=1, step=3, target_batch_size=9, model=b"m")
 
@@ -25,33 +28,29 @@ def signed(number: int, **changes: object) -> object:
     return sign(replace(RECORD, peer_id=own.peer_id, **changes), own)
 
 
-def test_losses_bytes_and_samples_are_those_of_the_batch() -> None:
+async def test_losses_bytes_and_samples_are_those_of_the_batch() -> None:
     """37 elements of 4 bytes; each of the n peers' parts and means travel (n − 1) times in all."""
-
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 3, target=9)
-        await peers[0].step(torch.ones(37), 2, loss=1.0)
-        await peers[0].step(torch.ones(37), 2, loss=2.0)
-        await peers[1].step(torch.ones(37), 3, loss=4.0)
-        await asyncio.sleep(2.0)  # virtual: progress spreads
-        last = [peers[2].spawn(peers[2].step(torch.ones(37), 2))]
-        await asyncio.sleep(0.5)
-        last += [peer.spawn(peer.drive(peer.share.report())) for peer in peers[:2]]
-        await all_done(last)
-        await asyncio.sleep(20.0)  # all are on the DHT
-        view = view_of("toy", 9, peers_of("toy", world.records.values()))
-        assert (view.step, view.samples, view.target_batch_size) == (1, 0, 9)
-        assert view.loss == pytest.approx((2 * 1.0 + 2 * 2.0 + 3 * 4.0) / 7)
-        assert view.bytes_sent == view.bytes_received == 2 * (3 - 1) * 37 * 4
-        assert {peer.peer_id for peer in view.peers} == {peer.peer_id for peer in peers}
-        await peers[1].step(torch.ones(37), 4)
-        await asyncio.sleep(20.0)
-        view = view_of("toy", 9, peers_of("toy", world.records.values()))
-        speed = sum(peer.samples_per_s for peer in view.peers)
-        assert view.samples == 4 and speed > 0 and view.next_step_s == pytest.approx((9 - 4) / speed)
-
-    simulate(scenario)
+    world = World()
+    peers = await enter_all(world, 3, target=9)
+    await peers[0].step(torch.ones(37), 2, loss=1.0)
+    await peers[0].step(torch.ones(37), 2, loss=2.0)
+    await peers[1].step(torch.ones(37), 3, loss=4.0)
+    await asyncio.sleep(2.0)  # virtual: progress spreads
+    last = [peers[2].spawn(peers[2].step(torch.ones(37), 2))]
+    await asyncio.sleep(0.5)
+    last += [peer.spawn(peer.drive(peer.share.report())) for peer in peers[:2]]
+    await all_done(last)
+    await asyncio.sleep(20.0)  # all are on the DHT
+    view = view_of("toy", 9, peers_of("toy", world.records.values()))
+    assert (view.step, view.samples, view.target_batch_size) == (1, 0, 9)
+    assert view.loss == pytest.approx((2 * 1.0 + 2 * 2.0 + 3 * 4.0) / 7)
+    assert view.bytes_sent == view.bytes_received == 2 * (3 - 1) * 37 * 4
+    assert {peer.peer_id for peer in view.peers} == {peer.peer_id for peer in peers}
+    await peers[1].step(torch.ones(37), 4)
+    await asyncio.sleep(20.0)
+    view = view_of("toy", 9, peers_of("toy", world.records.values()))
+    speed = sum(peer.samples_per_s for peer in view.peers)
+    assert view.samples == 4 and speed > 0 and view.next_step_s == pytest.approx((9 - 4) / speed)
 
 
 def test_who_has_left_lies_or_trains_something_else_is_not_there() -> None:

@@ -14,7 +14,10 @@ from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.compression.settings import CODECS, AveragingSettings
 from swarm_training.core.config import TrainingConfig
-from tests.worlds.runs import SimulatedPeer, World, all_done, simulate
+from tests.marks import IN_VIRTUAL_TIME
+from tests.worlds.runs import SimulatedPeer, World, all_done
+
+pytestmark = IN_VIRTUAL_TIME
 
 SHAPE = (24, 16)
 
@@ -40,7 +43,7 @@ def test_what_is_off_is_not_built() -> None:
         (AveragingSettings("fp16", power_sgd_rank=3), 1e-2),
     ],
 )
-def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
+async def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
     settings: AveragingSettings, tolerance: float
 ) -> None:
     """Gradients of rank 1 and their sums of rank 2 lose nothing to a rank of 3."""
@@ -48,33 +51,29 @@ def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
     gradients = [
         torch.outer(torch.randn(24, generator=generator), torch.randn(16, generator=generator)) for _ in range(2)
     ]
-
-    async def scenario() -> None:
-        world = World()
-        peers = []
-        for number in range(2):
-            peer = SimulatedPeer.make(
-                world,
-                number,
-                target=8,
-                shape=SHAPE,
-                config=TrainingConfig(codec=settings.codec, chunk_elements=64, join_timeout_s=30.0),
-                compressor=lambda _number: build_compressor(settings, [SHAPE], "toy"),
-                encoder=build_encoder(settings),
-                optimizer=torch.optim.SGD,
-            )
-            peers.append(peer)
-            await peer.enter()
-        before = peers[0].parameter.detach().clone()
-        await peers[0].step(gradients[0], 6)
-        await asyncio.sleep(2.0)  # virtual: progress spreads
-        meeting = peers[1].spawn(peers[1].step(gradients[1], 2))
-        await asyncio.sleep(0.5)
-        await all_done([meeting, peers[0].spawn(peers[0].drive(peers[0].share.report()))])
-        assert [peer.state.step for peer in peers] == [1, 1]
-        assert torch.equal(peers[0].parameter, peers[1].parameter)
-        expected = (6 * gradients[0] + 2 * gradients[1]) / 8
-        taken = (before - peers[0].parameter.detach()) / 0.1
-        assert torch.allclose(taken, expected, atol=tolerance * float(expected.abs().max()))
-
-    simulate(scenario)
+    world = World()
+    peers = []
+    for number in range(2):
+        peer = SimulatedPeer.make(
+            world,
+            number,
+            target=8,
+            shape=SHAPE,
+            config=TrainingConfig(codec=settings.codec, chunk_elements=64, join_timeout_s=30.0),
+            compressor=lambda _number: build_compressor(settings, [SHAPE], "toy"),
+            encoder=build_encoder(settings),
+            optimizer=torch.optim.SGD,
+        )
+        peers.append(peer)
+        await peer.enter()
+    before = peers[0].parameter.detach().clone()
+    await peers[0].step(gradients[0], 6)
+    await asyncio.sleep(2.0)  # virtual: progress spreads
+    meeting = peers[1].spawn(peers[1].step(gradients[1], 2))
+    await asyncio.sleep(0.5)
+    await all_done([meeting, peers[0].spawn(peers[0].drive(peers[0].share.report()))])
+    assert [peer.state.step for peer in peers] == [1, 1]
+    assert torch.equal(peers[0].parameter, peers[1].parameter)
+    expected = (6 * gradients[0] + 2 * gradients[1]) / 8
+    taken = (before - peers[0].parameter.detach()) / 0.1
+    assert torch.allclose(taken, expected, atol=tolerance * float(expected.abs().max()))

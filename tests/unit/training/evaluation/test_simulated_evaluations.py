@@ -16,8 +16,10 @@ from swarm_training.core.moment import Moment
 from swarm_training.evaluation.evaluation import Evaluation, Snapshot
 from swarm_training.evaluation.policy import evaluators_of
 from swarm_training.optim.local_steps import LocalSteps
-from tests.marks import in_tiers
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.marks import IN_VIRTUAL_TIME, in_tiers
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
+
+pytestmark = IN_VIRTUAL_TIME
 
 HELD_OUT = torch.randn(20, 37, generator=torch.Generator().manual_seed(9))
 SECONDS = 0.8  # that an evaluation takes; a step takes 0.2
@@ -91,46 +93,42 @@ def descent(parameter: nn.Parameter) -> LocalSteps:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_if_the_evaluator_dies_another_finds_the_same_loss_while_all_train_on(local: bool) -> None:
+async def test_if_the_evaluator_dies_another_finds_the_same_loss_while_all_train_on(local: bool) -> None:
     first, every, last = Moment(0, 6), 6, 14
     options: dict[str, Any] = {"local": descent} if local else {}
     world, threads = World(), Threads()
+    peers = await enter(world, threads, 4, target=40, evaluation=evaluated(every), **options)
+    order = evaluators_of("toy", first, [peer.peer_id for peer in peers])
+    steps_at: list[int] = []
 
-    async def scenario() -> None:
-        peers = await enter(world, threads, 4, target=40, evaluation=evaluated(every), **options)
-        order = evaluators_of("toy", first, [peer.peer_id for peer in peers])
-        steps_at: list[int] = []
+    def begin(moment: Moment, peer_id: str) -> None:
+        if moment == first:
+            steps_at.append(max(peer.state.step for peer in peers))
+            if peer_id == order[0]:
+                asyncio.get_running_loop().call_later(SECONDS / 2, world.kill, peer_id)
 
-        def begin(moment: Moment, peer_id: str) -> None:
-            if moment == first:
-                steps_at.append(max(peer.state.step for peer in peers))
-                if peer_id == order[0]:
-                    asyncio.get_running_loop().call_later(SECONDS / 2, world.kill, peer_id)
-
-        threads.on_begin = begin
-        await all_done([peer.spawn(peer.train(0.2, 10, last)) for peer in peers])
-        assert [peer_id for moment, peer_id in threads.begun if moment == first] == list(order[:2])
-        living = [peer for peer in peers if not peer.is_dead]
-        assert len(living) == 3
-        while any(peer.peer.evaluator.is_pending() for peer in living):
-            await asyncio.sleep(0.1)
-        records = {peer.peer_id: peer.peer.own.held_out for peer in living}
-        found = records[order[1]]
-        assert found is not None and found.samples == len(HELD_OUT)
-        histories = [peer.peer.evaluator.history for peer in living]
-        assert histories[0].losses and histories[1:] == histories[:-1]
-        for loss in (*histories[0].losses, found):
-            assert loss.loss == pytest.approx(plain_loss(living[0].history[loss.step]), rel=1e-6)
-        assert histories[0].losses[0].moment == first, "the loss of the peer that died is lost"
-        assert steps_at[1] > steps_at[0], "the others have waited"
-        shown = {peer.peer.own.best_held_out for peer in living}
-        assert shown == {histories[0].best} and histories[0].newest == living[0].peer.own.newest_held_out
-        assert all(torch.equal(living[0].history[last], peer.history[last]) for peer in living)
-
-    simulate(scenario)
+    threads.on_begin = begin
+    await all_done([peer.spawn(peer.train(0.2, 10, last)) for peer in peers])
+    assert [peer_id for moment, peer_id in threads.begun if moment == first] == list(order[:2])
+    living = [peer for peer in peers if not peer.is_dead]
+    assert len(living) == 3
+    while any(peer.peer.evaluator.is_pending() for peer in living):
+        await asyncio.sleep(0.1)
+    records = {peer.peer_id: peer.peer.own.held_out for peer in living}
+    found = records[order[1]]
+    assert found is not None and found.samples == len(HELD_OUT)
+    histories = [peer.peer.evaluator.history for peer in living]
+    assert histories[0].losses and histories[1:] == histories[:-1]
+    for loss in (*histories[0].losses, found):
+        assert loss.loss == pytest.approx(plain_loss(living[0].history[loss.step]), rel=1e-6)
+    assert histories[0].losses[0].moment == first, "the loss of the peer that died is lost"
+    assert steps_at[1] > steps_at[0], "the others have waited"
+    shown = {peer.peer.own.best_held_out for peer in living}
+    assert shown == {histories[0].best} and histories[0].newest == living[0].peer.own.newest_held_out
+    assert all(torch.equal(living[0].history[last], peer.history[last]) for peer in living)
 
 
-def test_the_run_ends_for_all_at_the_same_step_and_gives_the_last_state_to_who_is_late() -> None:
+async def test_the_run_ends_for_all_at_the_same_step_and_gives_the_last_state_to_who_is_late() -> None:
     """The gradients lead away from the held-out data, and one peer computes for long while the others end the run."""
     world, threads = World(), Threads()
     config = replace(CONFIG, straggler_s=1.0)
@@ -143,23 +141,20 @@ def test_the_run_ends_for_all_at_the_same_step_and_gives_the_last_state_to_who_i
         await peer.peer.leave()
         world.kill(peer.peer_id)  # as a process that ends
 
-    async def scenario() -> None:
-        peers = await enter(world, threads, 4, target=30, config=config, evaluation=evaluated(3, patience=2))
-        late = peers[3]
-        await all_done([peer.spawn(train(peer, peer is late)) for peer in peers])
-        last = {peer.state.moment for peer in peers}
-        assert len(last) == 1 and len({peer.peer.reason_of_end for peer in peers}) == 1
-        assert "the lowest is" in late.peer.reason_of_end and "of step 3" in late.peer.reason_of_end
-        assert all(torch.equal(peer.parameter, peers[0].parameter) for peer in peers)
-        assert len(peers[0].groups) > len(late.groups) + 1, "nobody was late"
-        assert len(peers[0].peer.evaluator.history.losses) == 3
-
-    simulate(scenario)
+    peers = await enter(world, threads, 4, target=30, config=config, evaluation=evaluated(3, patience=2))
+    late = peers[3]
+    await all_done([peer.spawn(train(peer, peer is late)) for peer in peers])
+    last = {peer.state.moment for peer in peers}
+    assert len(last) == 1 and len({peer.peer.reason_of_end for peer in peers}) == 1
+    assert "the lowest is" in late.peer.reason_of_end and "of step 3" in late.peer.reason_of_end
+    assert all(torch.equal(peer.parameter, peers[0].parameter) for peer in peers)
+    assert len(peers[0].groups) > len(late.groups) + 1, "nobody was late"
+    assert len(peers[0].peer.evaluator.history.losses) == 3
 
 
 @pytest.mark.parametrize("seed", [1, *in_tiers(8, 40)[2:]])
 @pytest.mark.parametrize("failure", ["kill", "pause"])
-def test_a_failure_at_any_message_parts_nobody_at_the_end(failure: str, seed: int) -> None:
+async def test_a_failure_at_any_message_parts_nobody_at_the_end(failure: str, seed: int) -> None:
     """The loss never falls, so that the run ends as soon as three of its losses are agreed on."""
     rng = random.Random(seed)
 
@@ -175,69 +170,63 @@ def test_a_failure_at_any_message_parts_nobody_at_the_end(failure: str, seed: in
         await peer.peer.leave()
         peer.world.kill(peer.peer_id)  # as a process that ends
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(
-            world,
-            4,
-            target=60,
-            evaluation=lambda parameter: Evaluation(Distance(parameter), constant, every=1, patience=2),
-        )
-        victim = rng.choice(peers)
-        left = [rng.randrange(1, 200)]
-        loop = asyncio.get_running_loop()
+    world = World()
+    peers = await enter_all(
+        world,
+        4,
+        target=60,
+        evaluation=lambda parameter: Evaluation(Distance(parameter), constant, every=1, patience=2),
+    )
+    victim = rng.choice(peers)
+    left = [rng.randrange(1, 200)]
+    loop = asyncio.get_running_loop()
 
-        def strike(source: str, target: str, message: Any) -> None:
-            left[0] -= victim.peer_id in (source, target)
-            if left[0] == 0:
-                left[0] = -1
-                if failure == "kill":
-                    loop.call_soon(world.kill, victim.peer_id)
-                else:
-                    world.isolate(victim.peer_id)
-                    loop.call_later(8.0, world.cut.clear)
+    def strike(source: str, target: str, message: Any) -> None:
+        left[0] -= victim.peer_id in (source, target)
+        if left[0] == 0:
+            left[0] = -1
+            if failure == "kill":
+                loop.call_soon(world.kill, victim.peer_id)
+            else:
+                world.isolate(victim.peer_id)
+                loop.call_later(8.0, world.cut.clear)
 
-        world.on_message = strike
-        tasks = {peer.number: peer.spawn(train(peer)) for peer in peers}
-        survivors = [peer for peer in peers if peer is not victim]
-        await all_done([tasks[peer.number] for peer in survivors])
-        if failure == "pause":
-            await all_done([tasks[victim.number]])
-        last = {peer.state.moment for peer in survivors}
-        assert len(last) == 1 and len({peer.peer.evaluator.history for peer in survivors}) == 1
-        assert all(peer.peer.own.has_ended for peer in survivors)
-        for moment, parameters in victim.moments.items():
-            assert moment <= max(last) and torch.equal(parameters, survivors[0].moments.get(moment, parameters))
-        assert all(torch.equal(peer.parameter, survivors[0].parameter) for peer in survivors)
-
-    simulate(scenario)
+    world.on_message = strike
+    tasks = {peer.number: peer.spawn(train(peer)) for peer in peers}
+    survivors = [peer for peer in peers if peer is not victim]
+    await all_done([tasks[peer.number] for peer in survivors])
+    if failure == "pause":
+        await all_done([tasks[victim.number]])
+    last = {peer.state.moment for peer in survivors}
+    assert len(last) == 1 and len({peer.peer.evaluator.history for peer in survivors}) == 1
+    assert all(peer.peer.own.has_ended for peer in survivors)
+    for moment, parameters in victim.moments.items():
+        assert moment <= max(last) and torch.equal(parameters, survivors[0].moments.get(moment, parameters))
+    assert all(torch.equal(peer.parameter, survivors[0].parameter) for peer in survivors)
 
 
-def test_a_peer_that_cannot_compute_the_loss_leaves_it_to_the_next() -> None:
+async def test_a_peer_that_cannot_compute_the_loss_leaves_it_to_the_next() -> None:
     world, threads = World(), Threads()
 
     def fails(_model: nn.Module) -> Iterator[tuple[float, int]]:
         raise RuntimeError("out of memory")
 
-    async def scenario() -> None:
-        peers = await enter(world, threads, 1, target=10, evaluation=evaluated(1))
-        bad = SimulatedPeer.make(
-            world,
-            1,
-            target=10,
-            in_thread=threads,
-            evaluation=lambda parameter: Evaluation(Distance(parameter), fails, every=1),
-        )
-        await bad.enter()
-        threads.peers.append(bad)
-        await all_done([peer.spawn(peer.train(2.0, 5, 8)) for peer in (*peers, bad)])
-        while peers[0].peer.evaluator.is_pending():
-            await asyncio.sleep(0.1)
-        assert bad.peer.own.held_out is not None and bad.peer.own.held_out.samples == 0
-        by_bad = {moment for moment, peer_id in threads.begun if peer_id == bad.peer_id}
-        known = {loss.moment: loss.loss for loss in peers[0].peer.evaluator.known().losses}
-        assert by_bad & known.keys()
-        for moment, loss in known.items():
-            assert loss == pytest.approx(plain_loss(peers[0].moments[moment]), rel=1e-6)
-
-    simulate(scenario)
+    peers = await enter(world, threads, 1, target=10, evaluation=evaluated(1))
+    bad = SimulatedPeer.make(
+        world,
+        1,
+        target=10,
+        in_thread=threads,
+        evaluation=lambda parameter: Evaluation(Distance(parameter), fails, every=1),
+    )
+    await bad.enter()
+    threads.peers.append(bad)
+    await all_done([peer.spawn(peer.train(2.0, 5, 8)) for peer in (*peers, bad)])
+    while peers[0].peer.evaluator.is_pending():
+        await asyncio.sleep(0.1)
+    assert bad.peer.own.held_out is not None and bad.peer.own.held_out.samples == 0
+    by_bad = {moment for moment, peer_id in threads.begun if peer_id == bad.peer_id}
+    known = {loss.moment: loss.loss for loss in peers[0].peer.evaluator.known().losses}
+    assert by_bad & known.keys()
+    for moment, loss in known.items():
+        assert loss == pytest.approx(plain_loss(peers[0].moments[moment]), rel=1e-6)

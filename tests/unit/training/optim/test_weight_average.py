@@ -22,8 +22,11 @@ from swarm_training.optim.weight_average import average_of
 from swarm_training.rollback.saving import load_newest, save_servable
 from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.runfile.settings import OPTIMIZERS
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
+from tests.marks import IN_VIRTUAL_TIME
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done
 from tests.zoo import make_config
+
+pytestmark = IN_VIRTUAL_TIME
 
 DECAY = 0.9
 
@@ -73,34 +76,31 @@ def test_halves_are_narrower_than_their_average() -> None:
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True])
-def test_all_peers_have_the_same_bits_also_those_that_join(has_local_steps: bool) -> None:
+async def test_all_peers_have_the_same_bits_also_those_that_join(has_local_steps: bool) -> None:
     def local(parameter: torch.nn.Parameter) -> LocalSteps | None:
         return LocalSteps(torch.optim.SGD([parameter], lr=0.1)) if has_local_steps else None
 
-    async def scenario() -> None:
-        world = World()
-        options: dict[str, Any] = dict(target=40, config=replace(CONFIG, average_decay=DECAY), local=local)
-        peers = [SimulatedPeer.make(world, 0, **options)]
-        await peers[0].enter()
-        for number in (1, 2):
-            peers.append(SimulatedPeer.make(world, number, **options))
-            await peers[number].enter()
-        await all_done([peer.spawn(peer.train(0.5, 5, until_step=4)) for peer in peers])
-        peers.append(SimulatedPeer.make(world, 3, **options))
-        await peers[3].enter()
-        await all_done([peer.spawn(peer.train(0.5, 5, until_step=8)) for peer in peers])
-        await asyncio.sleep(1.0)
-        truth = torch.nn.Linear(1, 37, bias=False)
-        reference = AveragedModel(truth, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        for step in range(1, 9):
-            truth.weight.data = peers[0].history[step][:, None].clone()
-            reference.update_parameters(truth)
-        for peer in peers:
-            assert peer.state.moment == Moment(0, 8) and peer.state.digest() == peers[0].state.digest()
-            with peer.state.averaged():
-                torch.testing.assert_close(peer.parameter[:, None], reference.module.weight, rtol=1e-5, atol=1e-6)
-
-    simulate(scenario)
+    world = World()
+    options: dict[str, Any] = dict(target=40, config=replace(CONFIG, average_decay=DECAY), local=local)
+    peers = [SimulatedPeer.make(world, 0, **options)]
+    await peers[0].enter()
+    for number in (1, 2):
+        peers.append(SimulatedPeer.make(world, number, **options))
+        await peers[number].enter()
+    await all_done([peer.spawn(peer.train(0.5, 5, until_step=4)) for peer in peers])
+    peers.append(SimulatedPeer.make(world, 3, **options))
+    await peers[3].enter()
+    await all_done([peer.spawn(peer.train(0.5, 5, until_step=8)) for peer in peers])
+    await asyncio.sleep(1.0)
+    truth = torch.nn.Linear(1, 37, bias=False)
+    reference = AveragedModel(truth, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in range(1, 9):
+        truth.weight.data = peers[0].history[step][:, None].clone()
+        reference.update_parameters(truth)
+    for peer in peers:
+        assert peer.state.moment == Moment(0, 8) and peer.state.digest() == peers[0].state.digest()
+        with peer.state.averaged():
+            torch.testing.assert_close(peer.parameter[:, None], reference.module.weight, rtol=1e-5, atol=1e-6)
 
 
 def saved(model: PreTrainedModel, state: TrainedState, directory: Path) -> Path:

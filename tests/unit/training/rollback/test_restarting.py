@@ -14,7 +14,10 @@ from swarm_training.core.record import HeldOutLoss, Kept
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.restarting import moment_of, newest_shown, offer_of
 from swarm_training.run.transfer.receiving import OfferedState
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.marks import IN_VIRTUAL_TIME
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
+
+pytestmark = IN_VIRTUAL_TIME
 
 WAITING = replace(CONFIG, restart_wait_s=10.0)
 
@@ -101,72 +104,60 @@ async def restarted(steps: list[int], lies: tuple[int, ...] = ()) -> tuple[list[
         ([2, 3, 4], (2,), 3),  # half of those whose checkpoints are right
     ],
 )
-def test_a_run_goes_on_from_the_newest_checkpoint_whoever_has_it(
+async def test_a_run_goes_on_from_the_newest_checkpoint_whoever_has_it(
     steps: list[int], lies: tuple[int, ...], expected: int
 ) -> None:
-    async def scenario() -> None:
-        peers, saved = await restarted(steps, lies)
-        reference = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
-        reference.state.load(Moment(1, expected), saved[expected])
-        for peer in peers:
-            assert peer.state.moment == Moment(1, expected) and not peer.peer.own.offers
-            assert peer.state.digest() == reference.state.digest()
-            assert peer.peer.evaluator.history == history_of(expected)
-        await all_done([peer.spawn(peer.train(0.5, 5, until_step=expected + 2)) for peer in peers])
-        await asyncio.sleep(1.0)
-        assert len({peer.state.digest() for peer in peers}) == 1
-
-    simulate(scenario)
+    peers, saved = await restarted(steps, lies)
+    reference = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+    reference.state.load(Moment(1, expected), saved[expected])
+    for peer in peers:
+        assert peer.state.moment == Moment(1, expected) and not peer.peer.own.offers
+        assert peer.state.digest() == reference.state.digest()
+        assert peer.peer.evaluator.history == history_of(expected)
+    await all_done([peer.spawn(peer.train(0.5, 5, until_step=expected + 2)) for peer in peers])
+    await asyncio.sleep(1.0)
+    assert len({peer.state.digest() for peer in peers}) == 1
 
 
-def test_who_has_the_ledger_of_the_run_but_no_checkpoint_of_it_looks_for_one_before_it_founds_the_run() -> None:
-    async def scenario() -> None:
-        before = await enter_all(World(), 2, target=10)
-        await all_done([peer.spawn(peer.train(0.5, 5, until_step=3)) for peer in before])
-        ledger = before[0].peer.ledger
-        assert ledger.newest is not None
-        saved = before[1].state.snapshot()[1]
-        world = World()
-        founder, other = (SimulatedPeer.make(world, number, target=10, config=WAITING) for number in range(2))
-        founder.peer.ledger = ledger
-        founder.peer.start()
-        founding = founder.spawn(founder.drive(founder.share.found(None, [], EvaluationHistory())))
-        await asyncio.sleep(1.0)
-        await other.peer.find_others()
-        other.peer.start()
-        other.state.load(Moment(0, 3), saved)
-        await other.peer.offer_state(Moment(0, 3), other.state.digest())
-        await all_done([founding])
-        assert founder.state.moment == Moment(1, 3)
-        assert founder.state.digest() == before[1].state.digest()
-
-    simulate(scenario)
+async def test_who_has_the_ledger_of_the_run_but_no_checkpoint_of_it_looks_for_one_before_it_founds_the_run() -> None:
+    before = await enter_all(World(), 2, target=10)
+    await all_done([peer.spawn(peer.train(0.5, 5, until_step=3)) for peer in before])
+    ledger = before[0].peer.ledger
+    assert ledger.newest is not None
+    saved = before[1].state.snapshot()[1]
+    world = World()
+    founder, other = (SimulatedPeer.make(world, number, target=10, config=WAITING) for number in range(2))
+    founder.peer.ledger = ledger
+    founder.peer.start()
+    founding = founder.spawn(founder.drive(founder.share.found(None, [], EvaluationHistory())))
+    await asyncio.sleep(1.0)
+    await other.peer.find_others()
+    other.peer.start()
+    other.state.load(Moment(0, 3), saved)
+    await other.peer.offer_state(Moment(0, 3), other.state.digest())
+    await all_done([founding])
+    assert founder.state.moment == Moment(1, 3)
+    assert founder.state.digest() == before[1].state.digest()
 
 
-def test_a_new_run_begins_at_once() -> None:
-    async def scenario() -> None:
-        founder = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
-        begun_s = asyncio.get_running_loop().time()
-        await founder.drive(founder.share.found(None, [], EvaluationHistory()))
-        assert founder.peer.own.state_digest
-        assert asyncio.get_running_loop().time() - begun_s < WAITING.restart_wait_s
-
-    simulate(scenario)
+async def test_a_new_run_begins_at_once() -> None:
+    founder = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+    begun_s = asyncio.get_running_loop().time()
+    await founder.drive(founder.share.found(None, [], EvaluationHistory()))
+    assert founder.peer.own.state_digest
+    assert asyncio.get_running_loop().time() - begun_s < WAITING.restart_wait_s
 
 
-def test_no_run_is_founded_on_a_state_that_was_taken_over_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        peer = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
-        offered = OfferedState(Moment(0, 4), b"4" * 32, EvaluationHistory(), peer.state.snapshot()[1])
+async def test_no_run_is_founded_on_a_state_that_was_taken_over_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = SimulatedPeer.make(World(), 0, target=10, config=WAITING)
+    offered = OfferedState(Moment(0, 4), b"4" * 32, EvaluationHistory(), peer.state.snapshot()[1])
 
-        def fails(*_: object) -> None:
-            raise UnreadableState("the disk has failed")
+    def fails(*_: object) -> None:
+        raise UnreadableState("the disk has failed")
 
-        monkeypatch.setattr(peer.state, "load", fails)
-        calls = peer.share.found(Moment(0, 1), [], EvaluationHistory())
-        next(calls).close()  # the peer waits for offers
-        calls.send(None).close()  # and asks for them
-        with pytest.raises(UnreadableState, match="the disk has failed"):
-            calls.send(offered)
-
-    simulate(scenario)
+    monkeypatch.setattr(peer.state, "load", fails)
+    calls = peer.share.found(Moment(0, 1), [], EvaluationHistory())
+    next(calls).close()  # the peer waits for offers
+    calls.send(None).close()  # and asks for them
+    with pytest.raises(UnreadableState, match="the disk has failed"):
+        calls.send(offered)

@@ -20,9 +20,11 @@ from swarm_training.ledger.orders import GoBack, ModeratorOrder, Orders
 from swarm_training.meeting.leader import Leader
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
-from tests.marks import SLOW
+from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.unit.training.ledger.members import MODERATOR, NOW, ORGANISER
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 POLICY = RollbackPolicy(margin=0.5, patience=3, window=8, warmup=4)
 CHECKPOINTS = replace(CONFIG, checkpoint_every=3, rollback=POLICY)
@@ -70,65 +72,50 @@ def require_gone_back(peers: list[SimulatedPeer], to: Moment, before: Moment) ->
 
 
 @pytest.mark.parametrize(("loss", "delay"), [(nan, False), (inf, True)])
-def test_all_go_back_to_the_same_checkpoint_when_the_loss_is_not_finite(loss: float, delay: bool) -> None:
+async def test_all_go_back_to_the_same_checkpoint_when_the_loss_is_not_finite(loss: float, delay: bool) -> None:
     """At step 7; the states of steps 0, 3 and 6 are kept. One of them cannot be called."""
-
-    async def scenario() -> None:
-        world, config = World(), replace(CHECKPOINTS, delay=delay)
-        peers = await enter_all(world, 3, target=40, config=config)
-        peers.append(SimulatedPeer.make(world, 3, target=40, config=replace(config, client_mode=True)))
-        await peers[3].enter()
-        await all_done(start(peers, broken(7, loss), Moment(1, 9)))
-        require_gone_back(peers, Moment(1, 6), Moment(0, 7))
-        assert len({peer.peer.rollbacks.history for peer in peers}) == 1
-
-    simulate(scenario)
+    world, config = World(), replace(CHECKPOINTS, delay=delay)
+    peers = await enter_all(world, 3, target=40, config=config)
+    peers.append(SimulatedPeer.make(world, 3, target=40, config=replace(config, client_mode=True)))
+    await peers[3].enter()
+    await all_done(start(peers, broken(7, loss), Moment(1, 9)))
+    require_gone_back(peers, Moment(1, 6), Moment(0, 7))
+    assert len({peer.peer.rollbacks.history for peer in peers}) == 1
 
 
-def test_the_optimizer_goes_back_too_and_new_batches_follow() -> None:
-    async def scenario() -> None:
-        peers = await enter_all(World(), 2, target=20, config=CHECKPOINTS)
-        digests: dict[Moment, bytes] = {}
-        tasks = start(peers, broken(7), Moment(1, 9))
-        while not all(task.done() for task in tasks):
-            digests[peers[0].state.moment] = peers[0].state.digest()
-            await asyncio.sleep(0.05)
-        await all_done(tasks)
-        assert digests[Moment(1, 6)] == digests[Moment(0, 6)]
-        assert not torch.equal(peers[0].moments[Moment(1, 7)], peers[0].moments[Moment(0, 7)])
-
-    simulate(scenario)
+async def test_the_optimizer_goes_back_too_and_new_batches_follow() -> None:
+    peers = await enter_all(World(), 2, target=20, config=CHECKPOINTS)
+    digests: dict[Moment, bytes] = {}
+    tasks = start(peers, broken(7), Moment(1, 9))
+    while not all(task.done() for task in tasks):
+        digests[peers[0].state.moment] = peers[0].state.digest()
+        await asyncio.sleep(0.05)
+    await all_done(tasks)
+    assert digests[Moment(1, 6)] == digests[Moment(0, 6)]
+    assert not torch.equal(peers[0].moments[Moment(1, 7)], peers[0].moments[Moment(0, 7)])
 
 
-def test_a_loss_that_stays_above_its_median_is_undone() -> None:
+async def test_a_loss_that_stays_above_its_median_is_undone() -> None:
     """High from step 7 on, which is known after 3 steps; the state of step 6 is the last that was not part of it."""
-
-    async def scenario() -> None:
-        peers = await enter_all(World(), 4, target=40, config=CHECKPOINTS)
-        await all_done(start(peers, broken(7, 2.6), Moment(1, 9)))
-        require_gone_back(peers, Moment(1, 6), Moment(0, 9))
-
-    simulate(scenario)
+    peers = await enter_all(World(), 4, target=40, config=CHECKPOINTS)
+    await all_done(start(peers, broken(7, 2.6), Moment(1, 9)))
+    require_gone_back(peers, Moment(1, 6), Moment(0, 9))
 
 
-def test_a_state_that_is_not_finite_is_not_gone_back_to() -> None:
+async def test_a_state_that_is_not_finite_is_not_gone_back_to() -> None:
     """A step makes the parameters infinite, at a step whose state would be kept."""
+    peers = await enter_all(World(), 2, target=20, config=CHECKPOINTS)
+    for peer in peers:
+        apply = peer.state.apply
 
-    async def scenario() -> None:
-        peers = await enter_all(World(), 2, target=20, config=CHECKPOINTS)
-        for peer in peers:
-            apply = peer.state.apply
+        def breaking(gradient: torch.Tensor, state: Any = peer.state, apply: Any = apply) -> None:
+            apply(gradient * (inf if state.moment == Moment(0, 5) else 1))
 
-            def breaking(gradient: torch.Tensor, state: Any = peer.state, apply: Any = apply) -> None:
-                apply(gradient * (inf if state.moment == Moment(0, 5) else 1))
-
-            peer.state.apply = breaking
-        is_broken: LossOf = lambda peer: nan if not peer.parameter.isfinite().all() else 2.0  # noqa: E731
-        await all_done(start(peers, is_broken, Moment(1, 8)))
-        assert all(peer.moments[Moment(0, 6)].isnan().any() for peer in peers)
-        assert all(torch.equal(peer.moments[Moment(1, 3)], peer.moments[Moment(0, 3)]) for peer in peers)
-
-    simulate(scenario)
+        peer.state.apply = breaking
+    is_broken: LossOf = lambda peer: nan if not peer.parameter.isfinite().all() else 2.0  # noqa: E731
+    await all_done(start(peers, is_broken, Moment(1, 8)))
+    assert all(peer.moments[Moment(0, 6)].isnan().any() for peer in peers)
+    assert all(torch.equal(peer.moments[Moment(1, 3)], peer.moments[Moment(0, 3)]) for peer in peers)
 
 
 def test_one_liar_of_ten_cannot_roll_a_run_back() -> None:
@@ -170,59 +157,51 @@ def test_one_liar_of_ten_cannot_roll_a_run_back() -> None:
 
 
 @pytest.mark.parametrize("away", ["asleep", "client"])
-def test_who_was_away_takes_over_where_the_others_have_gone_back_to(away: str) -> None:
+async def test_who_was_away_takes_over_where_the_others_have_gone_back_to(away: str) -> None:
     """It is at step 7 of the run's first life, and ahead of them in steps."""
-
-    async def scenario() -> None:
-        world = World()
-        peers = [SimulatedPeer.make(world, 0, target=40, config=CHECKPOINTS)]
-        await peers[0].enter()
-        for number in (1, 2, 3):
-            config = replace(CHECKPOINTS, client_mode=away == "client" and number == 3)
-            peers.append(SimulatedPeer.make(world, number, target=40, config=config))
-            await peers[-1].enter()
-        *awake, sleeper = peers
-        tasks = start(awake, broken(7), Moment(1, 6))
-        sleeping = start([sleeper], broken(7), Moment(0, 7))
-        await all_done(sleeping)
-        world.isolate(sleeper.peer_id)
-        await all_done(tasks)
-        assert sleeper.state.moment == Moment(0, 7) and awake[0].state.moment == Moment(1, 6)
-        world.cut.clear()
-        await all_done(start(peers, usual, Moment(1, 9)))
-        require_equal(peers)
-        assert sleeper.peer.rollbacks.went_back_to == 6
-
-    simulate(scenario)
+    world = World()
+    peers = [SimulatedPeer.make(world, 0, target=40, config=CHECKPOINTS)]
+    await peers[0].enter()
+    for number in (1, 2, 3):
+        config = replace(CHECKPOINTS, client_mode=away == "client" and number == 3)
+        peers.append(SimulatedPeer.make(world, number, target=40, config=config))
+        await peers[-1].enter()
+    *awake, sleeper = peers
+    tasks = start(awake, broken(7), Moment(1, 6))
+    sleeping = start([sleeper], broken(7), Moment(0, 7))
+    await all_done(sleeping)
+    world.isolate(sleeper.peer_id)
+    await all_done(tasks)
+    assert sleeper.state.moment == Moment(0, 7) and awake[0].state.moment == Moment(1, 6)
+    world.cut.clear()
+    await all_done(start(peers, usual, Moment(1, 9)))
+    require_equal(peers)
+    assert sleeper.peer.rollbacks.went_back_to == 6
 
 
-def test_who_joins_later_judges_as_the_others_do_and_is_given_the_checkpoint() -> None:
+async def test_who_joins_later_judges_as_the_others_do_and_is_given_the_checkpoint() -> None:
     """It has neither seen the usual losses nor the state that all go back to; and it joins after another rollback."""
+    world = World()
+    options = {"target": 30, "config": replace(CHECKPOINTS, checkpoint_every=30)}
+    peers = await enter_all(world, 2, **options)
 
-    async def scenario() -> None:
-        world = World()
-        options = {"target": 30, "config": replace(CHECKPOINTS, checkpoint_every=30)}
-        peers = await enter_all(world, 2, **options)
+    def loss_of(peer: SimulatedPeer) -> float:
+        first = peer.state.moment >= Moment(0, 2) and not peer.state.moment.rollbacks
+        second = Moment(1, 15) <= peer.state.moment < Moment(2, 0)
+        return nan if first else 9.0 if second else 2.0
 
-        def loss_of(peer: SimulatedPeer) -> float:
-            first = peer.state.moment >= Moment(0, 2) and not peer.state.moment.rollbacks
-            second = Moment(1, 15) <= peer.state.moment < Moment(2, 0)
-            return nan if first else 9.0 if second else 2.0
-
-        tasks = start(peers, loss_of, Moment(2, 4))
-        while peers[0].state.moment < Moment(1, 6):
-            await asyncio.sleep(0.1)
-        joiners = [SimulatedPeer.make(world, number, **options) for number in (2, 3, 4)]
-        await asyncio.gather(*(joiner.enter() for joiner in joiners))
-        assert all(joiner.peer.rollbacks.history.usual for joiner in joiners)
-        assert not any(joiner.peer.rollbacks.kept.digests() for joiner in joiners)
-        await all_done(tasks + start(joiners, loss_of, Moment(2, 4)))
-        require_equal([*peers, *joiners])
-        assert all(torch.equal(joiner.moments[Moment(2, 0)], peers[0].moments[Moment(0, 0)]) for joiner in joiners)
-        assert all(0 in joiner.peer.rollbacks.kept.digests() for joiner in joiners)
-        assert len({peer.peer.rollbacks.history for peer in (*peers, *joiners)}) == 1
-
-    simulate(scenario)
+    tasks = start(peers, loss_of, Moment(2, 4))
+    while peers[0].state.moment < Moment(1, 6):
+        await asyncio.sleep(0.1)
+    joiners = [SimulatedPeer.make(world, number, **options) for number in (2, 3, 4)]
+    await asyncio.gather(*(joiner.enter() for joiner in joiners))
+    assert all(joiner.peer.rollbacks.history.usual for joiner in joiners)
+    assert not any(joiner.peer.rollbacks.kept.digests() for joiner in joiners)
+    await all_done(tasks + start(joiners, loss_of, Moment(2, 4)))
+    require_equal([*peers, *joiners])
+    assert all(torch.equal(joiner.moments[Moment(2, 0)], peers[0].moments[Moment(0, 0)]) for joiner in joiners)
+    assert all(0 in joiner.peer.rollbacks.kept.digests() for joiner in joiners)
+    assert len({peer.peer.rollbacks.history for peer in (*peers, *joiners)}) == 1
 
 
 FAST = {("leader", "report", 1), ("leader", "commit", 1), ("leader", "commit", 3), ("member", "report", 3)}
@@ -235,38 +214,34 @@ STRIKES = [
 
 
 @pytest.mark.parametrize(("victim", "kind", "count"), STRIKES)
-def test_one_dies_while_it_is_decided(victim: str, kind: str, count: int) -> None:
+async def test_one_dies_while_it_is_decided(victim: str, kind: str, count: int) -> None:
     """At the ``count``-th message of that kind from or to the leader: whatever was decided, the others agree on it."""
+    world = World()
+    peers = await enter_all(world, 5, target=50, config=CHECKPOINTS)
+    by_id = {peer.peer_id: peer for peer in peers}
+    left = [count]
+    killed: list[SimulatedPeer] = []
+    leaders: set[str] = set()
 
-    async def scenario() -> None:
-        world = World()
-        peers = await enter_all(world, 5, target=50, config=CHECKPOINTS)
-        by_id = {peer.peer_id: peer for peer in peers}
-        left = [count]
-        killed: list[SimulatedPeer] = []
-        leaders: set[str] = set()
+    def strike(source: str, target: str, message: Any) -> None:
+        what = message.WhichOneof("kind") if isinstance(message, pb.MeetReply | pb.MeetRequest) else ""
+        if what == "group" and message.group.HasField("go_back"):
+            leaders.add(source)
+        leader, member = (target, source) if what == "report" else (source, target)
+        if killed or leader not in leaders or what != kind:
+            return
+        left[0] -= 1
+        if left[0] == 0:
+            killed.append(by_id[leader if victim == "leader" else member])
+            asyncio.get_running_loop().call_soon(world.kill, killed[0].peer_id)
 
-        def strike(source: str, target: str, message: Any) -> None:
-            what = message.WhichOneof("kind") if isinstance(message, pb.MeetReply | pb.MeetRequest) else ""
-            if what == "group" and message.group.HasField("go_back"):
-                leaders.add(source)
-            leader, member = (target, source) if what == "report" else (source, target)
-            if killed or leader not in leaders or what != kind:
-                return
-            left[0] -= 1
-            if left[0] == 0:
-                killed.append(by_id[leader if victim == "leader" else member])
-                asyncio.get_running_loop().call_soon(world.kill, killed[0].peer_id)
-
-        world.on_message = strike
-        tasks = dict(zip(peers, start(peers, broken(7), Moment(1, 9)), strict=True))
-        while not killed:
-            await asyncio.sleep(0.1)
-        await all_done([task for peer, task in tasks.items() if peer is not killed[0]])
-        survivors = [peer for peer in peers if peer is not killed[0]]
-        require_gone_back(survivors, Moment(1, 6), Moment(0, 7))
-
-    simulate(scenario)
+    world.on_message = strike
+    tasks = dict(zip(peers, start(peers, broken(7), Moment(1, 9)), strict=True))
+    while not killed:
+        await asyncio.sleep(0.1)
+    await all_done([task for peer, task in tasks.items() if peer is not killed[0]])
+    survivors = [peer for peer in peers if peer is not killed[0]]
+    require_gone_back(survivors, Moment(1, 6), Moment(0, 7))
 
 
 def moderated() -> Orders:
@@ -277,67 +252,56 @@ def go_back(step: int, rollbacks: int) -> bytes:
     return ModeratorOrder.new("toy", GoBack(step, rollbacks), NOW, 3600.0).signed(MODERATOR.identity, MODERATOR.token)
 
 
-def test_a_run_goes_back_once_when_a_moderator_orders_it() -> None:
+async def test_a_run_goes_back_once_when_a_moderator_orders_it() -> None:
     """To the newest checkpoint that is not later than the order says; a later one is for what comes then."""
-
-    async def scenario() -> None:
-        world = World()
-        config = replace(CHECKPOINTS, checkpoints_kept=20)
-        options = {"target": 20, "config": config, "orders": lambda _number: moderated()}
-        peers = await enter_all(world, 3, **options)
-        await all_done(start(peers, usual, Moment(0, 8)))
-        world.orders.append(go_back(5, 0))
-        await all_done(start(peers, usual, Moment(1, 6)))
-        reached = max(moment for moment in peers[0].moments if not moment.rollbacks)
-        assert reached >= Moment(0, 8)
-        require_gone_back(peers, Moment(1, 3), reached)
-        late = SimulatedPeer.make(world, 3, **options)
-        await late.enter()
-        await all_done(start([*peers, late], usual, Moment(1, 14)))
-        assert {peer.state.moment for peer in (*peers, late)} == {Moment(1, 14)}
-        world.orders.append(go_back(11, 1))
-        await all_done(start([*peers, late], usual, Moment(2, 10)))
-        require_equal([*peers, late])
-        assert torch.equal(late.moments[Moment(2, 9)], peers[0].moments[Moment(1, 9)])
-
-    simulate(scenario)
+    world = World()
+    config = replace(CHECKPOINTS, checkpoints_kept=20)
+    options = {"target": 20, "config": config, "orders": lambda _number: moderated()}
+    peers = await enter_all(world, 3, **options)
+    await all_done(start(peers, usual, Moment(0, 8)))
+    world.orders.append(go_back(5, 0))
+    await all_done(start(peers, usual, Moment(1, 6)))
+    reached = max(moment for moment in peers[0].moments if not moment.rollbacks)
+    assert reached >= Moment(0, 8)
+    require_gone_back(peers, Moment(1, 3), reached)
+    late = SimulatedPeer.make(world, 3, **options)
+    await late.enter()
+    await all_done(start([*peers, late], usual, Moment(1, 14)))
+    assert {peer.state.moment for peer in (*peers, late)} == {Moment(1, 14)}
+    world.orders.append(go_back(11, 1))
+    await all_done(start([*peers, late], usual, Moment(2, 10)))
+    require_equal([*peers, late])
+    assert torch.equal(late.moments[Moment(2, 9)], peers[0].moments[Moment(1, 9)])
 
 
-def test_of_two_orders_at_the_same_moment_the_run_carries_out_one() -> None:
+async def test_of_two_orders_at_the_same_moment_the_run_carries_out_one() -> None:
     """Each of two peers has heard of another order, and all gradients are lost too."""
-
-    async def scenario() -> None:
-        world = World()
-        config = replace(CHECKPOINTS, checkpoints_kept=20)
-        peers = await enter_all(world, 4, target=40, config=config, orders=lambda _number: moderated())
-        await all_done(start(peers, usual, Moment(0, 8)))
-        for peer, step in zip(peers[:2], (3, 6), strict=True):
-            peer.peer._moderation.take([go_back(step, 0)])
-        await all_done(start(peers, broken(8), Moment(1, 9)))
-        assert {peer.state.moment for peer in peers} == {Moment(1, 9)}
-        (to,) = {peer.peer.rollbacks.went_back_to for peer in peers}
-        assert to in (3, 6)
-        require_gone_back(peers, Moment(1, to), max(moment for moment in peers[0].moments if not moment.rollbacks))
-
-    simulate(scenario)
+    world = World()
+    config = replace(CHECKPOINTS, checkpoints_kept=20)
+    peers = await enter_all(world, 4, target=40, config=config, orders=lambda _number: moderated())
+    await all_done(start(peers, usual, Moment(0, 8)))
+    for peer, step in zip(peers[:2], (3, 6), strict=True):
+        peer.peer._moderation.take([go_back(step, 0)])
+    await all_done(start(peers, broken(8), Moment(1, 9)))
+    assert {peer.state.moment for peer in peers} == {Moment(1, 9)}
+    (to,) = {peer.peer.rollbacks.went_back_to for peer in peers}
+    assert to in (3, 6)
+    require_gone_back(peers, Moment(1, to), max(moment for moment in peers[0].moments if not moment.rollbacks))
 
 
-def test_an_order_does_not_wait_for_a_batch_that_never_is_complete() -> None:
-    async def scenario() -> None:
-        world = World()
-        options = {"target": 20, "config": CHECKPOINTS, "orders": lambda _number: moderated()}
-        peers = await enter_all(world, 3, **options)
-        await all_done(start(peers, usual, Moment(0, 4)))
-        for peer in peers:
-            peer.share.add = without_loss(peer.share.add)  # type: ignore[method-assign]
-        tasks = start(peers, broken(4), Moment(1, 5))
-        await asyncio.sleep(60.0)
-        assert {peer.state.moment for peer in peers} == {Moment(0, 4)}
-        world.orders.append(go_back(3, 0))
-        await all_done(tasks)
-        require_gone_back(peers, Moment(1, 3), Moment(0, 4))
-
-    simulate(scenario)
+async def test_an_order_does_not_wait_for_a_batch_that_never_is_complete() -> None:
+    world = World()
+    options = {"target": 20, "config": CHECKPOINTS, "orders": lambda _number: moderated()}
+    peers = await enter_all(world, 3, **options)
+    await all_done(start(peers, usual, Moment(0, 4)))
+    for peer in peers:
+        peer.share.add = without_loss(peer.share.add)  # type: ignore[method-assign]
+    tasks = start(peers, broken(4), Moment(1, 5))
+    await asyncio.sleep(60.0)
+    assert {peer.state.moment for peer in peers} == {Moment(0, 4)}
+    world.orders.append(go_back(3, 0))
+    await all_done(tasks)
+    require_gone_back(peers, Moment(1, 3), Moment(0, 4))
 
 
 def without_loss(add: Callable[..., None]) -> Callable[..., None]:
@@ -361,17 +325,13 @@ def test_what_cannot_be_undone_is_said_and_the_run_goes_on(caplog: pytest.LogCap
     assert len(said) == 2 and said[0].startswith("a moderator has ordered to go back to step 5: the run goes on")
 
 
-def test_where_nobody_holds_a_checkpoint_a_batch_that_is_lost_is_dropped() -> None:
+async def test_where_nobody_holds_a_checkpoint_a_batch_that_is_lost_is_dropped() -> None:
     """Those who held some have left, and everybody's loss is infinite: nothing is there to be averaged."""
-
-    async def scenario() -> None:
-        peers = await enter_all(World(), 3, target=30, config=CHECKPOINTS)
-        await all_done(start(peers, usual, Moment(0, 4)))
-        for peer in peers[1:]:
-            peer.peer.rollbacks.kept.discard_after(-1)
-        peers[0].peer.rollbacks.kept.keep(3, b"odd".ljust(32), StateFile.of(b""))
-        peers[1].peer.rollbacks.kept.keep(3, b"other".ljust(32), StateFile.of(b""))
-        await all_done(start(peers, broken(4), Moment(1, 6)))
-        require_gone_back(peers, Moment(1, 4), Moment(0, 4))
-
-    simulate(scenario)
+    peers = await enter_all(World(), 3, target=30, config=CHECKPOINTS)
+    await all_done(start(peers, usual, Moment(0, 4)))
+    for peer in peers[1:]:
+        peer.peer.rollbacks.kept.discard_after(-1)
+    peers[0].peer.rollbacks.kept.keep(3, b"odd".ljust(32), StateFile.of(b""))
+    peers[1].peer.rollbacks.kept.keep(3, b"other".ljust(32), StateFile.of(b""))
+    await all_done(start(peers, broken(4), Moment(1, 6)))
+    require_gone_back(peers, Moment(1, 4), Moment(0, 4))

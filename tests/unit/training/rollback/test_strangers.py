@@ -19,10 +19,13 @@ from swarm_training.core.record import MEETING
 from swarm_training.core.signing import sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.transfer.receiving import download, download_checkpoint
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.test_records import record
 from tests.worlds.identities import identity
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World
 from tests.worlds.virtual_time import at_once
+
+pytestmark = IN_VIRTUAL_TIME
 
 
 @dataclass
@@ -97,35 +100,32 @@ def test_a_group_that_goes_back_to_nowhere_is_none(changes: dict[str, Any]) -> N
         Group.parse(group(pb.Rollback(**{**right, **changes})))
 
 
-def test_a_member_does_not_go_back_to_another_state_than_its_own_nor_by_losses_that_nobody_signed() -> None:
-    async def scenario() -> None:
-        config = replace(CONFIG, checkpoint_every=10, rollback=RollbackPolicy())
-        world = World()
-        world.dead.add(identity(1).peer_id)
-        peer = SimulatedPeer.make(world, 0, target=4, config=config)
-        kept = peer.peer.rollbacks.kept
-        kept.keep(10, b"d" * 32, StateFile.of(b"state"))
-        own = replace(record(0, step=20), state_digest=b"n" * 32)
-        lost = record(1, step=20, state=MEETING, loss=inf, loss_samples=1)
-        evidence = sign(lost, identity(1))
+async def test_a_member_does_not_go_back_to_another_state_than_its_own_nor_by_losses_that_nobody_signed() -> None:
+    config = replace(CONFIG, checkpoint_every=10, rollback=RollbackPolicy())
+    world = World()
+    world.dead.add(identity(1).peer_id)
+    peer = SimulatedPeer.make(world, 0, target=4, config=config)
+    kept = peer.peer.rollbacks.kept
+    kept.keep(10, b"d" * 32, StateFile.of(b"state"))
+    own = replace(record(0, step=20), state_digest=b"n" * 32)
+    lost = record(1, step=20, state=MEETING, loss=inf, loss_samples=1)
+    evidence = sign(lost, identity(1))
 
-        async def asked(step: int, digest: bytes, losses: pb.SignedProgress = evidence) -> bytes | None:
-            parsed = Group.parse(group(pb.Rollback(step=step, state_digest=digest, losses=[losses])))
-            view = replace(peer.peer.view(), own=own)
-            state = await peer.peer.rollbacks.checkpoint(parsed, own, [lost.peer_id], view)
-            return None if state is None else b"".join(state.parts())
+    async def asked(step: int, digest: bytes, losses: pb.SignedProgress = evidence) -> bytes | None:
+        parsed = Group.parse(group(pb.Rollback(step=step, state_digest=digest, losses=[losses])))
+        view = replace(peer.peer.view(), own=own)
+        state = await peer.peer.rollbacks.checkpoint(parsed, own, [lost.peer_id], view)
+        return None if state is None else b"".join(state.parts())
 
-        assert await asked(10, b"d" * 32) == b"state" and await asked(20, b"n" * 32) is None
-        for step, digest in ((10, b"e" * 32), (20, b"e" * 32)):
-            with pytest.raises(RequestRejected, match="another checkpoint than that of this peer"):
-                await asked(step, digest)
-        with pytest.raises(PeerUnavailable, match="no peer gives the checkpoint"):
-            await asked(0, b"z" * 32)
-        forged = pb.SignedProgress(progress=evidence.progress, public_key=evidence.public_key, signature=b"x")
-        with pytest.raises(ValueError, match="sign"):
-            await asked(10, b"d" * 32, forged)
-        usual = sign(replace(lost, loss=2.0), identity(1))
-        with pytest.raises(RequestRejected, match="without a reason"):
-            await asked(10, b"d" * 32, usual)
-
-    simulate(scenario)
+    assert await asked(10, b"d" * 32) == b"state" and await asked(20, b"n" * 32) is None
+    for step, digest in ((10, b"e" * 32), (20, b"e" * 32)):
+        with pytest.raises(RequestRejected, match="another checkpoint than that of this peer"):
+            await asked(step, digest)
+    with pytest.raises(PeerUnavailable, match="no peer gives the checkpoint"):
+        await asked(0, b"z" * 32)
+    forged = pb.SignedProgress(progress=evidence.progress, public_key=evidence.public_key, signature=b"x")
+    with pytest.raises(ValueError, match="sign"):
+        await asked(10, b"d" * 32, forged)
+    usual = sign(replace(lost, loss=2.0), identity(1))
+    with pytest.raises(RequestRejected, match="without a reason"):
+        await asked(10, b"d" * 32, usual)

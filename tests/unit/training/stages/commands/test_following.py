@@ -20,9 +20,11 @@ from swarm_training.losses.curve import LossCurve
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.stages.commands.looking import CurveFiles, StagesFollower, follow_stage
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.reports.test_reporters import Kept
 from tests.unit.training.stages.commands.test_command_line import TEXT
-from tests.worlds.runs import simulate
+
+pytestmark = IN_VIRTUAL_TIME
 
 FILE = parse_run_file(TEXT)
 SIZE = FILE.stages.num_micro_batches(FILE.run.target_batch_size)
@@ -86,7 +88,9 @@ def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
     assert "warning: the loss curve cannot be written to" in capsys.readouterr().out
 
 
-def test_a_peer_that_starts_again_goes_on_with_the_losses_on_its_disk_and_leaves_its_curve(tmp_path: Path) -> None:
+async def test_a_peer_that_starts_again_goes_on_with_the_losses_on_its_disk_and_leaves_its_curve(
+    tmp_path: Path,
+) -> None:
     known = EvaluationHistory.of([HeldOutLoss(Moment(0, 2), 0.5, 4), HeldOutLoss(Moment(0, 4), 0.6, 4)])
     write_losses(LossCurve.parse('{"step": 2, "held out": 0.5}\n{"step": 4, "held out": 0.6}\n'), "toy", tmp_path)
     told, looks, seen = list[str](), iter([RuntimeError("once")]), asyncio.Event()
@@ -97,17 +101,12 @@ def test_a_peer_that_starts_again_goes_on_with_the_losses_on_its_disk_and_leaves
         seen.set()
         return stages(5, (1.5, SIZE))
 
-    async def scenario() -> None:
-        evaluation = SimpleNamespace(known=known, reason_of_end="")
-        peer: Any = SimpleNamespace(moment=Moment(0, 5), step=5, evaluation=evaluation)
-        peer.watch = SimpleNamespace(all_records=records)
-        following = asyncio.ensure_future(
-            follow_stage(peer, FILE, None, CurveFiles(tmp_path, FILE, print), told.append)
-        )
-        await seen.wait()
-        await end_tasks([following])
-
-    simulate(scenario)
+    evaluation = SimpleNamespace(known=known, reason_of_end="")
+    peer: Any = SimpleNamespace(moment=Moment(0, 5), step=5, evaluation=evaluation)
+    peer.watch = SimpleNamespace(all_records=records)
+    following = asyncio.ensure_future(follow_stage(peer, FILE, None, CurveFiles(tmp_path, FILE, print), told.append))
+    await seen.wait()
+    await end_tasks([following])
     assert not told
     assert LossCurve.parse((tmp_path / "losses.jsonl").read_text()).series == {
         "training": [(5, 1.5)],

@@ -12,9 +12,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swarm_training.core.moment import Moment
 from swarm_training.optim.weight_average import average_of
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.stages.peer.test_simulated_stages import start
-from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, StageWorld, ToyStage, ToyTrainer, single
+
+pytestmark = IN_VIRTUAL_TIME
 
 STAGES, MICRO_BATCHES, STEPS, DECAY = 3, 4, 6, 0.9
 
@@ -31,23 +33,20 @@ def averages_in_one_process(tied: bool) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_is_that_of_torch_over_the_whole_model_after_a_stage_was_lost_too(tied: bool) -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, average_decay=DECAY), tied)
-        await start(world, per_stage=1)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(3)
-        world.kill(world.alive(1)[0].peer_id)  # who comes next goes on from a checkpoint, with its average
-        world.join(1)
-        await world.reach(STEPS)
-        training.cancel()
-        expected = averages_in_one_process(tied)
-        for peer in world.alive():
-            assert peer.state.moment == Moment(1, STEPS)
-            optimizer = peer.state._optimizer
-            for parameter, average in zip(peer.stage.parameters, expected[peer.stage_peer.index], strict=True):
-                found = average_of(optimizer, parameter)
-                assert found is not None and torch.allclose(found, average, rtol=1e-5, atol=1e-7)
-                assert not torch.allclose(found, parameter, rtol=1e-4)
-
-    simulate(scenario)
+async def test_it_is_that_of_torch_over_the_whole_model_after_a_stage_was_lost_too(tied: bool) -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, average_decay=DECAY), tied)
+    await start(world, per_stage=1)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(3)
+    world.kill(world.alive(1)[0].peer_id)  # who comes next goes on from a checkpoint, with its average
+    world.join(1)
+    await world.reach(STEPS)
+    training.cancel()
+    expected = averages_in_one_process(tied)
+    for peer in world.alive():
+        assert peer.state.moment == Moment(1, STEPS)
+        optimizer = peer.state._optimizer
+        for parameter, average in zip(peer.stage.parameters, expected[peer.stage_peer.index], strict=True):
+            found = average_of(optimizer, parameter)
+            assert found is not None and torch.allclose(found, average, rtol=1e-5, atol=1e-7)
+            assert not torch.allclose(found, parameter, rtol=1e-4)

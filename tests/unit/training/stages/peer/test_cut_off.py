@@ -12,9 +12,11 @@ from swarm_training.core.record import JOINING, Progress
 from swarm_training.progress.cut_off import must_stand_aside
 from swarm_training.progress.policy import LocalView
 from swarm_training.stages.commands.building import PRESUME_GONE_S
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single, start
-from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer
+
+pytestmark = IN_VIRTUAL_TIME
 
 STAGES, MICRO_BATCHES = 2, 6
 AS_IN_RUNS = replace(CONFIG, presume_gone_s=PRESUME_GONE_S)
@@ -27,24 +29,21 @@ async def until(peers: list[SimulatedStagePeer], step: int) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the first one", "the other one"])
-def test_of_two_peers_of_a_stage_either_goes_on_without_the_other(number: int) -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, AS_IN_RUNS)
-        peers = await start(world)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(1)
-        silent = sorted(world.alive(1), key=lambda peer: peer.peer_id)[number]
-        world.isolate(silent.peer_id)
-        left_at = silent.peer.own.step
-        await until([peer for peer in peers if peer is not silent], left_at + 4)
-        assert silent.peer.own.step <= left_at + 1
-        world.cut.clear()
-        await world.reach(left_at + 6)
-        training.cancel()
-        require_equal_to_single(world, left_at + 6)
-        assert {peer.state.moment.rollbacks for peer in peers} == {0}  # nothing was lost
-
-    simulate(scenario)
+async def test_of_two_peers_of_a_stage_either_goes_on_without_the_other(number: int) -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES, AS_IN_RUNS)
+    peers = await start(world)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(1)
+    silent = sorted(world.alive(1), key=lambda peer: peer.peer_id)[number]
+    world.isolate(silent.peer_id)
+    left_at = silent.peer.own.step
+    await until([peer for peer in peers if peer is not silent], left_at + 4)
+    assert silent.peer.own.step <= left_at + 1
+    world.cut.clear()
+    await world.reach(left_at + 6)
+    training.cancel()
+    require_equal_to_single(world, left_at + 6)
+    assert {peer.state.moment.rollbacks for peer in peers} == {0}  # nothing was lost
 
 
 @pytest.mark.parametrize(
@@ -52,33 +51,29 @@ def test_of_two_peers_of_a_stage_either_goes_on_without_the_other(number: int) -
     [(2, [[0], [1]]), (3, [[0], [1]]), (3, [[0], [1, 2]]), (4, [[0, 1], [2, 3]])],
     ids=["both", "two of three", "one from two", "halves"],
 )
-def test_mates_that_cannot_call_each_other_go_on_without_some_of_them(mates: int, parts: list[list[int]]) -> None:
+async def test_mates_that_cannot_call_each_other_go_on_without_some_of_them(mates: int, parts: list[list[int]]) -> None:
     """Whoever else there is can call them all. ``parts``: of the stage's peers, by their ids, that cannot."""
-
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, AS_IN_RUNS)
-        peers = [world.join(0), *(world.join(1) for _ in range(mates))]
-        while any(not peer.peer.own.state_digest for peer in peers):
+    world = StageWorld(STAGES, MICRO_BATCHES, AS_IN_RUNS)
+    peers = [world.join(0), *(world.join(1) for _ in range(mates))]
+    while any(not peer.peer.own.state_digest for peer in peers):
+        await asyncio.sleep(0.1)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(1)
+    stage = sorted(world.alive(1), key=lambda peer: peer.peer_id)
+    near, far = ([stage[number] for number in part] for part in parts)
+    world.cut |= {frozenset((a.peer_id, b.peer_id)) for a in near for b in far}
+    step = peers[0].peer.own.step
+    await until(peers[:1], step + 5)
+    async with asyncio.timeout(300.0):  # the rest may have gone on before those behind know that they are cut off
+        while any(frozenset((a.peer_id, b.peer_id)) in world.cut for a, b in combinations(taking_part(stage), 2)):
             await asyncio.sleep(0.1)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(1)
-        stage = sorted(world.alive(1), key=lambda peer: peer.peer_id)
-        near, far = ([stage[number] for number in part] for part in parts)
-        world.cut |= {frozenset((a.peer_id, b.peer_id)) for a in near for b in far}
-        step = peers[0].peer.own.step
-        await until(peers[:1], step + 5)
-        async with asyncio.timeout(300.0):  # the rest may have gone on before those behind know that they are cut off
-            while any(frozenset((a.peer_id, b.peer_id)) in world.cut for a, b in combinations(taking_part(stage), 2)):
-                await asyncio.sleep(0.1)
-        assert taking_part(stage)
-        world.cut.clear()
-        await until(peers, step + 8)
-        training.cancel()
-        assert not any(peer.peer.own.state == JOINING for peer in peers)
-        require_equal_to_single(world, step + 8)
-        assert {peer.state.moment.rollbacks for peer in peers} == {0}
-
-    simulate(scenario)
+    assert taking_part(stage)
+    world.cut.clear()
+    await until(peers, step + 8)
+    training.cancel()
+    assert not any(peer.peer.own.state == JOINING for peer in peers)
+    require_equal_to_single(world, step + 8)
+    assert {peer.state.moment.rollbacks for peer in peers} == {0}
 
 
 def taking_part(stage: list[SimulatedStagePeer]) -> list[SimulatedStagePeer]:

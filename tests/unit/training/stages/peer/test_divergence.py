@@ -14,10 +14,12 @@ from torch import Tensor
 
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
-from tests.marks import SLOW
+from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.unit.training.stages.peer.test_simulated_stages import start
 from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyGradients, ToyTrainer, single
+
+pytestmark = IN_VIRTUAL_TIME
 
 STAGES, MICRO_BATCHES = 3, 6
 DIVERGES_AT = 5
@@ -58,43 +60,36 @@ async def train_past(world: StageWorld, step: int) -> None:
     training.cancel()
 
 
-def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
-        for peer in (await start(world))[-2:]:
-            spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
-        await train_past(world, 9)
-        require_as_one_process_that_skips(world, 9)
-        assert {peer.peer.own.skipped_batches for peer in world.alive()} == {SKIPPED}
-
-    simulate(scenario)
+async def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
+    for peer in (await start(world))[-2:]:
+        spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
+    await train_past(world, 9)
+    require_as_one_process_that_skips(world, 9)
+    assert {peer.peer.own.skipped_batches for peer in world.alive()} == {SKIPPED}
 
 
 @pytest.mark.parametrize("also_lost", [0, 1])
-def test_two_stages_that_go_back_at_the_same_moment_to_different_checkpoints_end_at_one(also_lost: int) -> None:
+async def test_two_stages_that_go_back_at_the_same_moment_to_different_checkpoints_end_at_one(also_lost: int) -> None:
     """The last stage has diverged, and another one is stranded, whose newest checkpoint is an older one."""
-
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
-        peers = await start(world)
-        for peer in peers[-2:]:
-            spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        while not any(peer.state.moment == Moment(1, CHECKPOINT) for peer in peers[-2:]):
-            await asyncio.sleep(0.005)
-        for peer in world.alive(also_lost):  # nobody has heard of the rollback so far
-            assert peer.state.moment == Moment(0, DIVERGES_AT)
-            peer.peer.rollbacks.kept.discard_after(CHECKPOINT - 2)
-            await peer.stage_peer._go_back(Moment(1, CHECKPOINT - 2))
-        assert {peer.state.moment.step for peer in peers} >= {CHECKPOINT - 2, CHECKPOINT}
-        async with asyncio.timeout(300.0):
-            while any(peer.state.step < 9 or not peer.state.moment.rollbacks for peer in world.alive()):
-                await asyncio.sleep(0.1)
-        training.cancel()
-        begin, skipped = require_one_history(world)
-        assert begin + skipped > DIVERGES_AT, "the batch with which the run has diverged comes again"
-
-    simulate(scenario)
+    world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
+    peers = await start(world)
+    for peer in peers[-2:]:
+        spoil(peer, lambda found: replace(found, loss_sum=100 * (found.loss_sum or 1.0)))
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    while not any(peer.state.moment == Moment(1, CHECKPOINT) for peer in peers[-2:]):
+        await asyncio.sleep(0.005)
+    for peer in world.alive(also_lost):  # nobody has heard of the rollback so far
+        assert peer.state.moment == Moment(0, DIVERGES_AT)
+        peer.peer.rollbacks.kept.discard_after(CHECKPOINT - 2)
+        await peer.stage_peer._go_back(Moment(1, CHECKPOINT - 2))
+    assert {peer.state.moment.step for peer in peers} >= {CHECKPOINT - 2, CHECKPOINT}
+    async with asyncio.timeout(300.0):
+        while any(peer.state.step < 9 or not peer.state.moment.rollbacks for peer in world.alive()):
+            await asyncio.sleep(0.1)
+    training.cancel()
+    begin, skipped = require_one_history(world)
+    assert begin + skipped > DIVERGES_AT, "the batch with which the run has diverged comes again"
 
 
 def require_one_history(world: StageWorld) -> tuple[int, int]:
@@ -142,63 +137,54 @@ def test_what_was_skipped_is_skipped_after_all_have_ended_too(stopped_at: int, t
             assert all(map(torch.equal, parameters, truth[moment.step][peer.stage_peer.index])), (peer.number, moment)
 
 
-def test_what_nobody_can_compute_sends_all_stages_back_a_newcomer_without_checkpoint_too() -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES)
-        last = (await start(world))[-2:]
-        told = count()
+async def test_what_nobody_can_compute_sends_all_stages_back_a_newcomer_without_checkpoint_too() -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES)
+    last = (await start(world))[-2:]
+    told = count()
 
-        def refuse(found: ToyGradients) -> ToyGradients:
-            next(told)
-            raise asyncio.CancelledError  # no answer: the trainer's pass has ended
+    def refuse(found: ToyGradients) -> ToyGradients:
+        next(told)
+        raise asyncio.CancelledError  # no answer: the trainer's pass has ended
 
-        for peer in last:
-            spoil(peer, refuse)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(DIVERGES_AT)
-        training.cancel()
-        world.kill(last[0].peer_id)
-        newcomer = world.join(STAGES - 1)
-        while not newcomer.peer.own.state_digest:
+    for peer in last:
+        spoil(peer, refuse)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(DIVERGES_AT)
+    training.cancel()
+    world.kill(last[0].peer_id)
+    newcomer = world.join(STAGES - 1)
+    while not newcomer.peer.own.state_digest:
+        await asyncio.sleep(0.1)
+    assert newcomer.peer.own.kept is None
+    for peer in world.alive(STAGES - 1):
+        assert peer.stage_peer.note_not_finite(DIVERGES_AT)
+    await train_past(world, 9)
+    require_as_one_process_that_skips(world, 9)
+
+
+async def test_without_a_checkpoint_nobody_can_go_back() -> None:
+    world = StageWorld(1, MICRO_BATCHES, replace(CONFIG, checkpoint_every=0))
+    (peer,) = await start(world, per_stage=1)
+    assert not peer.stage_peer.note_not_finite(0)
+    await asyncio.sleep(10.0)
+    assert peer.state.moment == Moment(0, 0)
+
+
+async def test_who_joins_after_it_skips_as_the_others_do_when_a_stage_is_lost() -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES)
+    peers = await start(world)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(1)
+    skipped = 7  # as after a rollback
+    for peer in peers:
+        peer.peer.skip_batches(skipped)
+    for peer in world.alive(1):
+        world.kill(peer.peer_id)
+    replacement = world.join(1)
+    async with asyncio.timeout(300.0):
+        while replacement.peer.own.skipped_batches != skipped:
             await asyncio.sleep(0.1)
-        assert newcomer.peer.own.kept is None
-        for peer in world.alive(STAGES - 1):
-            assert peer.stage_peer.note_not_finite(DIVERGES_AT)
-        await train_past(world, 9)
-        require_as_one_process_that_skips(world, 9)
-
-    simulate(scenario)
-
-
-def test_without_a_checkpoint_nobody_can_go_back() -> None:
-    async def scenario() -> None:
-        world = StageWorld(1, MICRO_BATCHES, replace(CONFIG, checkpoint_every=0))
-        (peer,) = await start(world, per_stage=1)
-        assert not peer.stage_peer.note_not_finite(0)
-        await asyncio.sleep(10.0)
-        assert peer.state.moment == Moment(0, 0)
-
-    simulate(scenario)
-
-
-def test_who_joins_after_it_skips_as_the_others_do_when_a_stage_is_lost() -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES)
-        peers = await start(world)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(1)
-        skipped = 7  # as after a rollback
-        for peer in peers:
-            peer.peer.skip_batches(skipped)
-        for peer in world.alive(1):
-            world.kill(peer.peer_id)
-        replacement = world.join(1)
-        async with asyncio.timeout(300.0):
-            while replacement.peer.own.skipped_batches != skipped:
-                await asyncio.sleep(0.1)
-        training.cancel()
-
-    simulate(scenario)
+    training.cancel()
 
 
 @pytest.mark.parametrize("skipped", [0, 3])

@@ -9,9 +9,11 @@ from dataclasses import replace
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.stages.peer.placing import PlacementTimes, margin_of, stage_view
 from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, own_move
+from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single
-from tests.worlds.runs import simulate
 from tests.worlds.stages import StageWorld, ToyTrainer
+
+pytestmark = IN_VIRTUAL_TIME
 
 PACE = PlacementTimes(look_s=2.0, check_s=(1.0, 2.0), cooldown_s=5.0, step_s=5.0)
 
@@ -49,52 +51,43 @@ async def until_placed(world: StageWorld, **expected: int) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_those_who_join_take_the_emptier_stages_and_do_not_choose_the_same() -> None:
-    async def scenario() -> None:
-        world = StageWorld(3, 4)
-        for index in (0, 0, 1, 2):
-            world.join(index)
-        await until_placed(world, s0=2, s1=1, s2=1)
-        for _ in range(2):
-            world.join_where_it_helps(replace(PACE, cooldown_s=1e6))  # to move would mend what was chosen wrongly
-        await asyncio.gather(*world.choosing)
-        await until_placed(world, s0=2, s1=2, s2=2)
-
-    simulate(scenario)
+async def test_those_who_join_take_the_emptier_stages_and_do_not_choose_the_same() -> None:
+    world = StageWorld(3, 4)
+    for index in (0, 0, 1, 2):
+        world.join(index)
+    await until_placed(world, s0=2, s1=1, s2=1)
+    for _ in range(2):
+        world.join_where_it_helps(replace(PACE, cooldown_s=1e6))  # to move would mend what was chosen wrongly
+    await asyncio.gather(*world.choosing)
+    await until_placed(world, s0=2, s1=2, s2=2)
 
 
-def test_a_peer_moves_to_a_stage_that_was_lost_and_the_run_is_that_of_one_process() -> None:
-    async def scenario() -> None:
-        world = StageWorld(2, 4, tied=True)
-        for _ in range(3):
-            world.join_where_it_helps(PACE, 0)
-        lonely = world.join(1)
-        await until_placed(world, s0=3, s1=1)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(3)
-        world.kill(lonely.peer_id)
-        await until_placed(world, s0=2, s1=1)
-        await world.reach(max(peer.state.step for peer in world.alive()) + 4)
-        assert len(world.former) == 1 and not training.done()
-        training.cancel()
-        require_equal_to_single(world, 6)
-
-    simulate(scenario)
+async def test_a_peer_moves_to_a_stage_that_was_lost_and_the_run_is_that_of_one_process() -> None:
+    world = StageWorld(2, 4, tied=True)
+    for _ in range(3):
+        world.join_where_it_helps(PACE, 0)
+    lonely = world.join(1)
+    await until_placed(world, s0=3, s1=1)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(3)
+    world.kill(lonely.peer_id)
+    await until_placed(world, s0=2, s1=1)
+    await world.reach(max(peer.state.step for peer in world.alive()) + 4)
+    assert len(world.former) == 1 and not training.done()
+    training.cancel()
+    require_equal_to_single(world, 6)
 
 
-def test_a_peer_moves_from_a_faster_stage_while_the_run_goes_on_without_going_back() -> None:
-    async def scenario() -> None:
-        world = StageWorld(2, 4)
-        for _ in range(4):
-            world.join_where_it_helps(PACE, 0)
-        fixed = world.join(1)
-        await until_placed(world, s0=4, s1=1)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await until_placed(world, s0=3, s1=2)
-        await world.reach(max(peer.state.step for peer in world.alive()) + 3)
-        assert {peer.peer.own.rollbacks for peer in world.alive()} == {0}
-        assert fixed.stage_peer.index == 1 and places(world) == {0: 3, 1: 2}
-        training.cancel()
-        require_equal_to_single(world, 3)
-
-    simulate(scenario)
+async def test_a_peer_moves_from_a_faster_stage_while_the_run_goes_on_without_going_back() -> None:
+    world = StageWorld(2, 4)
+    for _ in range(4):
+        world.join_where_it_helps(PACE, 0)
+    fixed = world.join(1)
+    await until_placed(world, s0=4, s1=1)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await until_placed(world, s0=3, s1=2)
+    await world.reach(max(peer.state.step for peer in world.alive()) + 3)
+    assert {peer.peer.own.rollbacks for peer in world.alive()} == {0}
+    assert fixed.stage_peer.index == 1 and places(world) == {0: 3, 1: 2}
+    training.cancel()
+    require_equal_to_single(world, 3)

@@ -15,10 +15,12 @@ import torch
 
 from swarm_training.core.moment import Moment
 from swarm_training.rollback.kept import stored_in
-from tests.marks import SLOW
+from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.worlds.identities import identity
 from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, StageWorld, ToyTrainer, single
+
+pytestmark = IN_VIRTUAL_TIME
 
 STAGES, MICRO_BATCHES = 2, 3
 Disks = list[tuple[int, Path]]  # by peer, its stage and its disk
@@ -169,50 +171,44 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 
 @SLOW
-def test_a_stage_that_lost_its_peer_goes_on_from_its_disk_beside_the_others(disks: Disks) -> None:
+async def test_a_stage_that_lost_its_peer_goes_on_from_its_disk_beside_the_others(disks: Disks) -> None:
     """The peer is started again; the others have gone on meanwhile."""
-
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
-        _, lost = (world.join(index, disk) for index, disk in disks)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(7)
-        world.kill(lost.peer_id)
-        again = world.join(1, disks[1][1])
-        await world.reach(9)
-        training.cancel()
-        assert next(iter(again.history)).step == 6
-        truth = single(STAGES, MICRO_BATCHES, 9)
-        assert all(map(torch.equal, again.stage.parameters, truth[again.state.step][1]))
-
-    simulate(scenario)
+    world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
+    _, lost = (world.join(index, disk) for index, disk in disks)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(7)
+    world.kill(lost.peer_id)
+    again = world.join(1, disks[1][1])
+    await world.reach(9)
+    training.cancel()
+    assert next(iter(again.history)).step == 6
+    truth = single(STAGES, MICRO_BATCHES, 9)
+    assert all(map(torch.equal, again.stage.parameters, truth[again.state.step][1]))
 
 
 @SLOW
-def test_whose_checkpoint_is_gone_before_its_stage_has_it_takes_an_older_one(disks: Disks, tmp_path: Path) -> None:
+async def test_whose_checkpoint_is_gone_before_its_stage_has_it_takes_an_older_one(
+    disks: Disks, tmp_path: Path
+) -> None:
     """The second stage has begun at step 4 by then, and goes back."""
     old = tmp_path / "old"
     shutil.copytree(disks[0][1], old)
     checkpoint(old, 0, 4).unlink()
     shutil.rmtree(disks[1][1] / "stage-1" / "before")
     first, second, third = sorted(range(3), key=lambda number: identity(number).peer_id)
-
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
-        founder = world.make(0, first, old)
-        gone, other = world.make(0, second, disks[0][1]), world.make(1, third, disks[1][1])
-        for peer in (founder, gone, other):
-            world.spawn(peer)
-        while not other.peer.own.state_digest:
-            await asyncio.sleep(0.001)
-        assert not founder.peer.own.state_digest
-        world.kill(gone.peer_id)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(6)
-        training.cancel()
-        assert min(founder.history) == Moment(2, 2) and min(other.history) == Moment(1, 4)
-        truth = single(STAGES, MICRO_BATCHES, 7)
-        for peer in (founder, other):
-            assert all(map(torch.equal, peer.stage.parameters, truth[peer.state.step][peer.stage_peer.index]))
-
-    simulate(scenario)
+    world = StageWorld(STAGES, MICRO_BATCHES, CONFIG)
+    founder = world.make(0, first, old)
+    gone, other = world.make(0, second, disks[0][1]), world.make(1, third, disks[1][1])
+    for peer in (founder, gone, other):
+        world.spawn(peer)
+    while not other.peer.own.state_digest:
+        await asyncio.sleep(0.001)
+    assert not founder.peer.own.state_digest
+    world.kill(gone.peer_id)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(6)
+    training.cancel()
+    assert min(founder.history) == Moment(2, 2) and min(other.history) == Moment(1, 4)
+    truth = single(STAGES, MICRO_BATCHES, 7)
+    for peer in (founder, other):
+        assert all(map(torch.equal, peer.stage.parameters, truth[peer.state.step][peer.stage_peer.index]))

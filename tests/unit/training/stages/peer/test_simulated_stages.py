@@ -15,9 +15,11 @@ from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.stage_peer import LOOK_S
 from swarm_training.stages.routing.run_stages import RunStages
-from tests.marks import SLOW
+from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer, micro_batch, single
+
+pytestmark = IN_VIRTUAL_TIME
 
 STAGES, MICRO_BATCHES = 4, 6
 CLIPPED = replace(CONFIG, max_norm=0.1)
@@ -56,58 +58,48 @@ async def watch_barrier(world: StageWorld) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_without_failures_every_step_is_that_of_one_process() -> None:
-    async def scenario() -> None:
-        world = StageWorld(STAGES, MICRO_BATCHES)
-        await start(world)
-        barrier = asyncio.ensure_future(watch_barrier(world))
-        await train(world, 3, ToyTrainer(world))
-        assert not barrier.done() or barrier.result()
-        require_equal_to_single(world, 3)
-        for stage in range(STAGES):
-            peers = world.alive(stage)
-            credited = peers[0].peer.ledger.totals()
-            assert credited.keys() == {peer.peer_id for peer in peers}  # each is a user of its own without an organiser
-            assert sum(total.samples for total in credited.values()) <= MICRO_BATCHES * peers[0].state.step
-
-    simulate(scenario)
+async def test_without_failures_every_step_is_that_of_one_process() -> None:
+    world = StageWorld(STAGES, MICRO_BATCHES)
+    await start(world)
+    barrier = asyncio.ensure_future(watch_barrier(world))
+    await train(world, 3, ToyTrainer(world))
+    assert not barrier.done() or barrier.result()
+    require_equal_to_single(world, 3)
+    for stage in range(STAGES):
+        peers = world.alive(stage)
+        credited = peers[0].peer.ledger.totals()
+        assert credited.keys() == {peer.peer_id for peer in peers}  # each is a user of its own without an organiser
+        assert sum(total.samples for total in credited.values()) <= MICRO_BATCHES * peers[0].state.step
 
 
-def test_who_hears_of_its_mates_late_does_not_found_the_stage_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_hears_of_its_mates_late_does_not_found_the_stage_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The DHT answers after the time in which somebody should have been found."""
+    world = StageWorld(1, MICRO_BATCHES)
+    await start(world)
+    late, founded = world.make(0), []
+    look = late.peer.look
 
-    async def scenario() -> None:
-        world = StageWorld(1, MICRO_BATCHES)
-        await start(world)
-        late, founded = world.make(0), []
-        look = late.peer.look
+    async def look_slowly() -> None:
+        await asyncio.sleep(LOOK_S + 1)
+        await look()
 
-        async def look_slowly() -> None:
-            await asyncio.sleep(LOOK_S + 1)
-            await look()
+    async def found(*arguments: object, **_options: object) -> None:
+        founded.append(arguments)
 
-        async def found(*arguments: object, **_options: object) -> None:
-            founded.append(arguments)
-
-        monkeypatch.setattr(late.peer, "look", look_slowly)
-        monkeypatch.setattr(late.peer, "found", found)
-        world.spawn(late)
-        while not (late.peer.own.state_digest or founded):
-            await asyncio.sleep(0.1)
-        assert not founded
-
-    simulate(scenario)
+    monkeypatch.setattr(late.peer, "look", look_slowly)
+    monkeypatch.setattr(late.peer, "found", found)
+    world.spawn(late)
+    while not (late.peer.own.state_digest or founded):
+        await asyncio.sleep(0.1)
+    assert not founded
 
 
-def test_a_run_may_have_one_stage() -> None:
-    async def scenario() -> None:
-        world = StageWorld(1, MICRO_BATCHES)
-        own = [task for peer in (world.join(0), world.join(0)) for task in peer.tasks]
-        await train(world, 3, ToyTrainer(world))
-        require_equal_to_single(world, 3)
-        assert not any(task.done() for task in own)  # nothing to watch is no reason to end
-
-    simulate(scenario)
+async def test_a_run_may_have_one_stage() -> None:
+    world = StageWorld(1, MICRO_BATCHES)
+    own = [task for peer in (world.join(0), world.join(0)) for task in peer.tasks]
+    await train(world, 3, ToyTrainer(world))
+    require_equal_to_single(world, 3)
+    assert not any(task.done() for task in own)  # nothing to watch is no reason to end
 
 
 async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
@@ -125,150 +117,125 @@ async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
         (MICRO_BATCHES, {"max_norm": 1.0}, "max_norm is 1.0 here and not set in the run"),
     ],
 )
-def test_who_joins_with_another_batch_or_other_settings_is_told(
+async def test_who_joins_with_another_batch_or_other_settings_is_told(
     micro_batches: int, changes: dict[str, Any], message: str
 ) -> None:
-    async def scenario() -> None:
-        world = StageWorld(1, MICRO_BATCHES)
-        await start(world)
-        world.num_micro_batches, world.config = micro_batches, replace(world.config, **changes)
-        with pytest.raises(ValueError, match=message):
-            await world.make(0).stage_peer.join()
-
-    simulate(scenario)
+    world = StageWorld(1, MICRO_BATCHES)
+    await start(world)
+    world.num_micro_batches, world.config = micro_batches, replace(world.config, **changes)
+    with pytest.raises(ValueError, match=message):
+        await world.make(0).stage_peer.join()
 
 
-def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> None:
+async def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> None:
     """Two trainers commit it at the same moment, before either peer has heard of the other's."""
-
-    async def scenario() -> None:
-        world = StageWorld(1, MICRO_BATCHES)
-        lower, higher = sorted(await start(world), key=lambda peer: peer.peer_id)
-        await asyncio.sleep(1.0)
-        for peer, numbers in ((lower, [0, 1]), (higher, [1, 2])):
-            for m in numbers:
-                peer.backward(0, m, "one", micro_batch(0, m), None)
-                assert await peer.stage_peer.counting.commit(0, m, "one")
-        await asyncio.sleep(1.0)
-        assert from_bits(lower.peer.own.micro_batches, MICRO_BATCHES) == {0, 1}
-        assert from_bits(higher.peer.own.micro_batches, MICRO_BATCHES) == set()
-        await train(world, 3, ToyTrainer(world, "one", 1), ToyTrainer(world, "two", 2))
-        require_equal_to_single(world, 3)
-
-    simulate(scenario)
+    world = StageWorld(1, MICRO_BATCHES)
+    lower, higher = sorted(await start(world), key=lambda peer: peer.peer_id)
+    await asyncio.sleep(1.0)
+    for peer, numbers in ((lower, [0, 1]), (higher, [1, 2])):
+        for m in numbers:
+            peer.backward(0, m, "one", micro_batch(0, m), None)
+            assert await peer.stage_peer.counting.commit(0, m, "one")
+    await asyncio.sleep(1.0)
+    assert from_bits(lower.peer.own.micro_batches, MICRO_BATCHES) == {0, 1}
+    assert from_bits(higher.peer.own.micro_batches, MICRO_BATCHES) == set()
+    await train(world, 3, ToyTrainer(world, "one", 1), ToyTrainer(world, "two", 2))
+    require_equal_to_single(world, 3)
 
 
 @pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=SLOW, id=""), pytest.param(CLIPPED, id="clipped")])
-def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal(config: TrainingConfig) -> None:
+async def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal(config: TrainingConfig) -> None:
     """A number of micro-batches that is a power of two: see ``SharedGradients``."""
-
-    async def scenario() -> None:
-        world = StageWorld(3, 4, config, tied=True)
-        peers = await start(world)
-        trainer = ToyTrainer(world)
-        training = asyncio.ensure_future(trainer.run())
-        await world.reach(2)
-        world.kill(peers[0].peer_id)
-        world.kill(peers[-1].peer_id)
-        world.join(0)
-        await world.reach(6)
-        training.cancel()
-        require_equal_to_single(world, 6)
-        first, last = (world.alive(index)[0].history[Moment(0, 6)][0] for index in (0, 2))
-        assert torch.equal(first, last)
-
-    simulate(scenario)
+    world = StageWorld(3, 4, config, tied=True)
+    peers = await start(world)
+    trainer = ToyTrainer(world)
+    training = asyncio.ensure_future(trainer.run())
+    await world.reach(2)
+    world.kill(peers[0].peer_id)
+    world.kill(peers[-1].peer_id)
+    world.join(0)
+    await world.reach(6)
+    training.cancel()
+    require_equal_to_single(world, 6)
+    first, last = (world.alive(index)[0].history[Moment(0, 6)][0] for index in (0, 2))
+    assert torch.equal(first, last)
 
 
-def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
+async def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
     """One hears of the other stage only when that has stepped, and does not hold the average of this step any more."""
+    world = StageWorld(2, MICRO_BATCHES, CLIPPED)
+    late, _ = await start(world, per_stage=1)
+    seen, late_steps = late.stage_peer.watch.view, set()
 
-    async def scenario() -> None:
-        world = StageWorld(2, MICRO_BATCHES, CLIPPED)
-        late, _ = await start(world, per_stage=1)
-        seen, late_steps = late.stage_peer.watch.view, set()
+    def stages() -> RunStages:
+        found = seen()
+        there = tuple(peer for peer in found.stages[1] if peer.moment > late.state.moment)
+        late_steps.update(late.state.step for _ in there)
+        return replace(found, stages=(found.stages[0], there))
 
-        def stages() -> RunStages:
-            found = seen()
-            there = tuple(peer for peer in found.stages[1] if peer.moment > late.state.moment)
-            late_steps.update(late.state.step for _ in there)
-            return replace(found, stages=(found.stages[0], there))
-
-        late.stage_peer.watch.view = stages  # type: ignore[method-assign]
-        await train(world, 2, ToyTrainer(world))
-        assert late_steps >= {0, 1}
-        require_equal_to_single(world, 2)
-
-    simulate(scenario)
+    late.stage_peer.watch.view = stages  # type: ignore[method-assign]
+    await train(world, 2, ToyTrainer(world))
+    assert late_steps >= {0, 1}
+    require_equal_to_single(world, 2)
 
 
-def test_a_stage_that_loses_all_of_its_peers_goes_on_from_a_checkpoint() -> None:
-    async def scenario() -> None:
-        world = StageWorld(3, MICRO_BATCHES)
-        await start(world)
-        trainer = ToyTrainer(world)
-        training = asyncio.ensure_future(trainer.run())
-        await world.reach(5)
-        for peer in world.alive(1):
-            world.kill(peer.peer_id)
-        replacement = world.join(1)
-        await world.reach(8)
-        training.cancel()
-        assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
-        assert min(replacement.history) == Moment(1, 4)  # every second step is kept
-        require_equal_to_single(world, 8)
-
-    simulate(scenario)
+async def test_a_stage_that_loses_all_of_its_peers_goes_on_from_a_checkpoint() -> None:
+    world = StageWorld(3, MICRO_BATCHES)
+    await start(world)
+    trainer = ToyTrainer(world)
+    training = asyncio.ensure_future(trainer.run())
+    await world.reach(5)
+    for peer in world.alive(1):
+        world.kill(peer.peer_id)
+    replacement = world.join(1)
+    await world.reach(8)
+    training.cancel()
+    assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
+    assert min(replacement.history) == Moment(1, 4)  # every second step is kept
+    require_equal_to_single(world, 8)
 
 
-def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint() -> None:
+async def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint() -> None:
     """Those who were at its stage have stepped, and died with the only newer state; nobody else has a checkpoint."""
-
-    async def scenario() -> None:
-        config = replace(CONFIG, checkpoint_every=8)
-        world = StageWorld(3, MICRO_BATCHES, config, replicates=False)
-        await start(world)
-        training = asyncio.ensure_future(ToyTrainer(world).run())
-        await world.reach(9)
-        mates = world.alive(1)
-        newcomer = world.join(1)
-        while newcomer.peer.own.kept is None:
-            await asyncio.sleep(0.05)
-        assert newcomer.peer.own.kept.step < min(newcomer.history).step  # that of its mates
-        world.isolate(newcomer.peer_id)
-        left_at = newcomer.state.step
-        while any(peer.state.step <= left_at for peer in world.alive() if peer is not newcomer):
-            await asyncio.sleep(0.05)
-        for peer in mates:
-            world.kill(peer.peer_id)
-        world.cut.clear()
-        await world.reach(left_at + 4)
-        training.cancel()
-        assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
-        require_equal_to_single(world, left_at + 4)
-
-    simulate(scenario)
+    config = replace(CONFIG, checkpoint_every=8)
+    world = StageWorld(3, MICRO_BATCHES, config, replicates=False)
+    await start(world)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(9)
+    mates = world.alive(1)
+    newcomer = world.join(1)
+    while newcomer.peer.own.kept is None:
+        await asyncio.sleep(0.05)
+    assert newcomer.peer.own.kept.step < min(newcomer.history).step  # that of its mates
+    world.isolate(newcomer.peer_id)
+    left_at = newcomer.state.step
+    while any(peer.state.step <= left_at for peer in world.alive() if peer is not newcomer):
+        await asyncio.sleep(0.05)
+    for peer in mates:
+        world.kill(peer.peer_id)
+    world.cut.clear()
+    await world.reach(left_at + 4)
+    training.cancel()
+    assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
+    require_equal_to_single(world, left_at + 4)
 
 
-def test_who_was_cut_off_for_a_while_catches_up() -> None:
-    async def scenario() -> None:
-        world = StageWorld(2, MICRO_BATCHES)
-        peers = await start(world)
-        trainer = ToyTrainer(world)
-        training = asyncio.ensure_future(trainer.run())
-        await world.reach(1)
-        odd = max(world.alive(1), key=lambda peer: peer.peer_id)  # the other one decides a draw
-        world.isolate(odd.peer_id)
-        others = [peer for peer in peers if peer is not odd]
-        while any(peer.peer.own.step < 3 for peer in others):
-            await asyncio.sleep(0.1)
-        assert odd.peer.own.step < 3
-        world.cut.clear()
-        await world.reach(6)
-        training.cancel()
-        require_equal_to_single(world, 6)
-
-    simulate(scenario)
+async def test_who_was_cut_off_for_a_while_catches_up() -> None:
+    world = StageWorld(2, MICRO_BATCHES)
+    peers = await start(world)
+    trainer = ToyTrainer(world)
+    training = asyncio.ensure_future(trainer.run())
+    await world.reach(1)
+    odd = max(world.alive(1), key=lambda peer: peer.peer_id)  # the other one decides a draw
+    world.isolate(odd.peer_id)
+    others = [peer for peer in peers if peer is not odd]
+    while any(peer.peer.own.step < 3 for peer in others):
+        await asyncio.sleep(0.1)
+    assert odd.peer.own.step < 3
+    world.cut.clear()
+    await world.reach(6)
+    training.cancel()
+    require_equal_to_single(world, 6)
 
 
 class Churn:
