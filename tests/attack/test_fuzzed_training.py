@@ -9,15 +9,12 @@ from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
-from swarm_training.experts.directory.records import ExpertHolder
-from swarm_training.experts.net.calls import GrpcCalls
 from swarm_training.experts.pb import experts_pb2 as experts_pb
-from swarm_training.experts.server.host import ExpertHost
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from tests.attack.fuzzing.conversations import Call
 from tests.attack.fuzzing.training_calls import answers
-from tests.unit.training.experts.server.test_host import CELL, ROWS, play
-from tests.unit.training.stages.audit.test_service import SEED, TRAINER, Court, asked_of, with_court
+from tests.unit.training.experts.server.test_host import CELL, ROWS, running_host
+from tests.unit.training.stages.audit.test_service import SEED, TRAINER, asked_of, court_of
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import ToyStage
 
@@ -25,10 +22,9 @@ COUNTS = [200, pytest.param(5000, marks=[pytest.mark.long, pytest.mark.timeout(1
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_audits(count: int) -> None:
+async def test_audits(count: int) -> None:
     """The answer that is signed and accused is right: whoever excludes its peer has been deceived."""
-
-    async def scenario(court: Court) -> None:
+    async with court_of(ToyStage(1, 3)) as court:
         asked = asked_of(1)
         answer = await court.answer(asked)
         evidence = await court.attest(asked, answer)
@@ -51,12 +47,10 @@ def test_audits(count: int) -> None:
         again = await court.answer(fresh)
         assert not await court.accuse(fresh, again, await court.attest(fresh, again))
 
-    with_court(scenario, ToyStage(1, 3))
-
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_experts(count: int) -> None:
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+async def test_experts(count: int) -> None:
+    async with running_host() as (calls, holder, host):
         rows: swarm_pb2.Tensor = encode(ROWS)[0]
         name: dict[str, object] = {"name": "demo", "cell": CELL}
         replica = experts_pb.Replica(cell=CELL, num_steps=1, size_bytes=4, sha256=b"s" * 32)
@@ -76,5 +70,3 @@ def test_experts(count: int) -> None:
             assert found[method]["OK"] > 3 and found[method].total() - found[method]["OK"] > 3, found
         output = await calls.forward(holder, "demo", CELL, ROWS)
         assert torch.equal(output, host.experts[CELL].module(ROWS)) and list(host.experts) == [CELL]
-
-    play(scenario)

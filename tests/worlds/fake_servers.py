@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -16,7 +17,6 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.session_keys import push_key_of
 from tests.unit.support import server_record
 from tests.worlds.servers import Answering, rpc_error
-from tests.worlds.virtual_time import run_virtually
 
 NUM_BLOCKS = 6
 LIMIT_S = 1000.0  # of virtual time
@@ -189,15 +189,13 @@ def record(name: str, span: str) -> ServerRecord:
     return server_record(name, span, num_blocks=NUM_BLOCKS, cache_tokens_left=1000)
 
 
-def play(servers: FakeServers, story: Callable[[Swarm], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Runs the story with a client of these servers."""
-
-    async def scenario() -> None:
-        swarm = Swarm(ClientConfig(**options), "model", "revision", NUM_BLOCKS, dht=servers, connect=servers.connect)
-        await swarm.connect()
-        try:
-            await asyncio.wait_for(story(swarm), LIMIT_S)
-        finally:
-            await swarm.close()
-
-    run_virtually(scenario())
+@asynccontextmanager
+async def client_of(servers: FakeServers, **options: Any) -> AsyncIterator[Swarm]:
+    """A client of these servers."""
+    swarm = Swarm(ClientConfig(**options), "model", "revision", NUM_BLOCKS, dht=servers, connect=servers.connect)
+    await swarm.connect()
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield swarm
+    finally:
+        await swarm.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -39,6 +39,7 @@ from tests.worlds.partial_service import serve_methods
 from tests.worlds.virtual_time import run_virtually
 
 pytestmark = pytest.mark.run_by(function=run_virtually)
+OVER_GRPC = pytest.mark.run_by(function=run)
 
 
 @pytest.mark.parametrize("error", [PeerUnavailable, PeerBusy, PeerMoved, SessionLost, PeerError])
@@ -88,26 +89,24 @@ class Ending:
         end_with(context, self._status, "why")
 
 
-def with_one_that_ends(status: grpc.StatusCode, scenario: Callable[[ServiceStub], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def one_that_ends(status: grpc.StatusCode) -> AsyncIterator[ServiceStub]:
     """Over real gRPC, which has a status of its own if a stream ends while it is written to."""
-
-    async def running() -> None:
-        server = grpc.aio.server()
-        serve_methods(Ending(status), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                await scenario(ServiceStub(BLOCKS, channel))
-        finally:
-            await server.stop(None)
-
-    run(running())
+    server = grpc.aio.server()
+    serve_methods(Ending(status), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield ServiceStub(BLOCKS, channel)
+    finally:
+        await server.stop(None)
 
 
+@OVER_GRPC
 @pytest.mark.parametrize("size_bytes", [10, MIB])
-def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> None:
-    async def scenario(stub: ServiceStub) -> None:
+async def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> None:
+    async with one_that_ends(grpc.StatusCode.ABORTED) as stub:
         for _ in range(20):
             call = stub.Push()
             with pytest.raises(CacheMiss, match=r"^why$"):
@@ -117,12 +116,11 @@ def test_who_writes_hears_what_the_stream_has_ended_with(size_bytes: int) -> Non
                     await call.done_writing()
                     await anext(aiter(call))
 
-    with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
 
-
+@OVER_GRPC
 @pytest.mark.parametrize("size_bytes", [10, MIB])
-def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
-    async def scenario(stub: ServiceStub) -> None:
+async def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
+    async with one_that_ends(grpc.StatusCode.ABORTED) as stub:
         for is_stream in 10 * [False, True]:
             with pytest.raises(CacheMiss, match=r"^why$"):
                 call = stub.Push()
@@ -137,18 +135,15 @@ def test_so_do_those_who_write_to_servers(size_bytes: int) -> None:
                     await call.done_writing()
                     await anext(aiter(call))
 
-    with_one_that_ends(grpc.StatusCode.ABORTED, scenario)
 
-
-def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
-    async def scenario(stub: ServiceStub) -> None:
+@OVER_GRPC
+async def test_a_stream_that_ended_well_while_it_was_written_to_is_a_peer_that_is_gone() -> None:
+    async with one_that_ends(grpc.StatusCode.OK) as stub:
         call = stub.Push()
         with pytest.raises(PeerUnavailable, match="the stream has ended"):
             async with translated("peer", FirstStatus(call)):
                 while True:
                     await call.write(pb.PushRequest(more=bytes(MIB)))
-
-    with_one_that_ends(grpc.StatusCode.OK, scenario)
 
 
 @pytest.mark.parametrize("translate", [translated, lambda: calls_translated(server_record())])

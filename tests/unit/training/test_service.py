@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,23 +73,21 @@ async def service(handlers: Any, access: AccessControl | None = None) -> AsyncIt
         yield Progress("toy", identity(0).peer_id, address=address, tls_fingerprint=fingerprint)
 
 
-def with_network(
-    scenario: Callable[[GrpcNetwork, Progress, Echo], Any], access: AccessControl | None = None, token: bytes = b""
-) -> None:
-    async def running() -> None:
-        echo = Echo()
-        network = GrpcNetwork(ClientCredentials(identity(1), token))
-        async with service(echo, access) as peer:
-            try:
-                await scenario(network, peer, echo)
-            finally:
-                await network.close()
-
-    asyncio.run(running())
+@asynccontextmanager
+async def network_of(
+    access: AccessControl | None = None, token: bytes = b""
+) -> AsyncIterator[tuple[GrpcNetwork, Progress, Echo]]:
+    echo = Echo()
+    network = GrpcNetwork(ClientCredentials(identity(1), token))
+    async with service(echo, access) as peer:
+        try:
+            yield network, peer, echo
+        finally:
+            await network.close()
 
 
-def test_the_called_peer_knows_the_caller() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_the_called_peer_knows_the_caller() -> None:
+    async with network_of() as (network, peer, echo):
         assert (await network.exchange(peer, pb.ExchangeRequest(since=4))).until == 5
         assert echo.callers == [identity(1).peer_id]
         async with network.meet(peer) as stream:
@@ -101,31 +99,24 @@ def test_the_called_peer_knows_the_caller() -> None:
         chunks = [chunk.index async for chunk in network.fetch(peer, pb.FetchRequest(chunks=[3, 1]))]
         assert chunks == [3, 1]
 
-    with_network(scenario)
 
-
-def test_every_member_may_ask_for_rounds_and_nobody_else() -> None:
+async def test_every_member_may_ask_for_rounds_and_nobody_else() -> None:
     organiser, now = OrganiserKey.generate(), time.time()
     grant = Grant.new(organiser.public, Role.CLIENT, "ada", identity(1).peer_id, now - 10, now + 1000)
-
-    async def as_a_member(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+    async with network_of(AccessControl(organiser.public), grant.signed(organiser)) as (network, peer, echo):
         reply = await network.rounds(peer, pb.RoundsRequest(since_step=1))
         assert reply.has_more and sum(map(len, reply.rounds)) == MAX_REPLY_BYTES
         with pytest.raises(AccessDenied, match="is for the role client: expected trainer"):
             await network.exchange(peer, pb.ExchangeRequest())
         assert echo.callers == [identity(1).peer_id]
-
-    async def as_a_stranger(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+    async with network_of(AccessControl(organiser.public)) as (network, peer, echo):
         with pytest.raises(AccessDenied, match="takes only members"):
             await network.rounds(peer, pb.RoundsRequest())
         assert not echo.callers
 
-    with_network(as_a_member, AccessControl(organiser.public), grant.signed(organiser))
-    with_network(as_a_stranger, AccessControl(organiser.public))
 
-
-def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    async with network_of() as (network, peer, echo):
         channel = await network.channel(peer)
         for method, message in (("Exchange", "ExchangeRequest"), ("Meet", "MeetRequest"), ("Fetch", "FetchRequest")):
             call = channel.stream_stream(f"/swarm.training.v1.Training/{method}")()
@@ -133,24 +124,20 @@ def test_bytes_that_are_no_message_are_refused_in_a_sentence(caplog: pytest.LogC
             assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert await call.details() == f"the bytes sent are no message: expected a {message}"
         assert not echo.callers
-
-    with_network(scenario)
     assert "Traceback" not in caplog.text
 
 
-def test_errors_travel() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_errors_travel() -> None:
+    async with network_of() as (network, peer, _echo):
         async with network.reduce(peer) as stream:
             with pytest.raises(RequestRejected, match="no member of the group"):
                 await stream.receive()
         with pytest.raises(PeerUnavailable, match="gone on"):
             [part async for part in network.state(peer, pb.StateRequest())]
 
-    with_network(scenario)
 
-
-def test_errors_travel_to_who_is_sending() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_errors_travel_to_who_is_sending() -> None:
+    async with network_of() as (network, peer, _echo):
         for _ in range(10):
             async with network.reduce(peer) as stream:
                 with pytest.raises(RequestRejected, match="no member of the group"):
@@ -158,20 +145,16 @@ def test_errors_travel_to_who_is_sending() -> None:
                         await stream.send(pb.ReduceRequest(chunk=pb.Chunk(index=index, data=bytes(1 << 20))))
                     await stream.receive()
 
-    with_network(scenario)
 
-
-def test_a_peer_with_another_certificate_is_not_talked_to() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_a_peer_with_another_certificate_is_not_talked_to() -> None:
+    async with network_of() as (network, peer, echo):
         with pytest.raises(PeerUnavailable, match="another TLS certificate"):
             await network.exchange(replace(peer, tls_fingerprint=b"\0" * 32), pb.ExchangeRequest())
         assert echo.callers == []
 
-    with_network(scenario)
 
-
-def test_a_process_that_has_ended_is_told_from_one_that_is_silent() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_a_process_that_has_ended_is_told_from_one_that_is_silent() -> None:
+    async with network_of() as (network, peer, _echo):
         assert not await network.is_gone(peer)
         listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
@@ -180,16 +163,12 @@ def test_a_process_that_has_ended_is_told_from_one_that_is_silent() -> None:
         assert await network.is_gone(replace(peer, address=f"127.0.0.1:{port}"))
         assert not await network.is_gone(replace(peer, address="nonsense"))
 
-    with_network(scenario)
 
-
-def test_strangers_are_not_let_into_a_private_run() -> None:
-    async def scenario(network: GrpcNetwork, peer: Progress, echo: Echo) -> None:
+async def test_strangers_are_not_let_into_a_private_run() -> None:
+    async with network_of(AccessControl(OrganiserKey.generate().public)) as (network, peer, echo):
         with pytest.raises(AccessDenied, match="takes only members"):
             await network.exchange(peer, pb.ExchangeRequest())
         assert echo.callers == []
-
-    with_network(scenario, AccessControl(OrganiserKey.generate().public))
 
 
 class _Silent:

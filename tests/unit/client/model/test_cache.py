@@ -8,14 +8,16 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from swarm_client.model.cache import RemoteLayer
 from swarm_protocol.errors import RequestRejected
-from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
+from tests.unit.client.sessions.test_survival_simulated import quiet, run
+
+pytestmark = pytest.mark.run_by(function=run)
 
 LENGTH = 5
 
 
 @pytest.mark.parametrize("num_removed", [0, 1, 3])
-def test_cropping_removes_the_last_positions(num_removed: int) -> None:
-    async def story(swarm: Quiet) -> None:
+async def test_cropping_removes_the_last_positions(num_removed: int) -> None:
+    async with quiet() as swarm:
         session = await swarm.started()
         await swarm.extend(session, [float(value) for value in range(LENGTH)])
         stock, remote = DynamicCache(), Cache(layers=[RemoteLayer(session)])
@@ -30,5 +32,3 @@ def test_cropping_removes_the_last_positions(num_removed: int) -> None:
             remote.crop(1)
         swarm.rows = [row[: LENGTH - num_removed] for row in swarm.rows]
         await swarm.extend(session, [7.0, 8.0])
-
-    quiet(story)

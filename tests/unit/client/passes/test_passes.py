@@ -10,14 +10,16 @@ import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.passes import passes
-from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.transport import ServerConnection
 from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeChannel, FakeServers, play
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeChannel, FakeServers, client_of
+from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 class Servers(FakeServers):
@@ -56,26 +58,20 @@ class Connection(ServerConnection):
             self._servers.given_up += 1
 
 
-def test_if_one_micro_batch_is_refused_the_others_are_given_up() -> None:
+async def test_if_one_micro_batch_is_refused_the_others_are_given_up() -> None:
     servers = Servers(a=f"0:{NUM_BLOCKS}")
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         with pytest.raises(RequestRejected, match="odd"):
             await passes.forward(swarm, Span(0, NUM_BLOCKS), BlockInput(torch.zeros(4, 64, 1), None, None))
         await asyncio.sleep(1.0)
         assert (servers.begun, servers.given_up) == (4, 3)
 
-    play(servers, story)
-
 
 @pytest.mark.parametrize(("dropout_seed", "num_seeds"), [(5, 4), (0, 1)])
-def test_rows_of_different_micro_batches_drop_different_elements(dropout_seed: int, num_seeds: int) -> None:
+async def test_rows_of_different_micro_batches_drop_different_elements(dropout_seed: int, num_seeds: int) -> None:
     servers = Servers(a=f"0:{NUM_BLOCKS}")
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         with pytest.raises(RequestRejected, match="odd"):
             hidden = BlockInput(torch.zeros(4, 64, 1), None, None)
             await passes.forward(swarm, Span(0, NUM_BLOCKS), hidden, dropout_seed=dropout_seed)
         assert len({*servers.dropout_seeds}) == num_seeds and (0 in servers.dropout_seeds) == (dropout_seed == 0)
-
-    play(servers, story)

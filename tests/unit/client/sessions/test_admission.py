@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.span import Span
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, client_of
+from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=1, reserve_tokens=8)
@@ -35,8 +39,10 @@ class Session:
         return await self.wait.hops(ALL, OPENING, SHORTAGE)
 
 
-def admission(servers: FakeServers, story: Callable[[Session], Coroutine[Any, Any, None]], **options: Any) -> None:
-    play(servers, lambda swarm: story(Session(swarm)), **{"wait_timeout_s": WAIT_S, **options})
+@asynccontextmanager
+async def admission(servers: FakeServers, **options: Any) -> AsyncIterator[Session]:
+    async with client_of(servers, **{"wait_timeout_s": WAIT_S, **options}) as swarm:
+        yield Session(swarm)
 
 
 def names(hops: list[HopSession]) -> list[str]:
@@ -49,10 +55,9 @@ async def later(delay_s: float, action: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("after_s", "is_reported"), [(0.1, False), (3.0, True), (WAIT_S - 1.0, True)])
-def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: bool) -> None:
+async def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: bool) -> None:
     servers = FakeServers(a="0:3", b="3:6")
-
-    async def story(session: Session) -> None:
+    async with admission(servers) as session:
         servers.fill("a")
         start_s = now_s()
         hops, _ = await asyncio.gather(session.hops(), later(after_s, servers.room["a"].set))
@@ -61,14 +66,11 @@ def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: bool) 
         reasons = [event.reason for event in session.events if isinstance(event, Waiting)]
         assert reasons == ([str(SHORTAGE)] if is_reported else [])
 
-    admission(servers, story)
-
 
 @pytest.mark.parametrize("is_there_room", [False, True])
-def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room: bool) -> None:
+async def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room: bool) -> None:
     servers = FakeServers(a="0:6")
-
-    async def story(session: Session) -> None:
+    async with admission(servers) as session:
         if not is_there_room:
             servers.fill("a")
         session.wait.may_wait = False
@@ -79,13 +81,10 @@ def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room
             assert caught.value is SHORTAGE
         assert now_s() == start_s and not servers.calls and not session.events
 
-    admission(servers, story)
 
-
-def test_the_time_is_for_all_waits_until_there_was_room() -> None:
+async def test_the_time_is_for_all_waits_until_there_was_room() -> None:
     servers = FakeServers(a="0:6")
-
-    async def story(session: Session) -> None:
+    async with admission(servers) as session:
         await session.wait.begin(SHORTAGE)
         await asyncio.sleep(WAIT_S)
         with pytest.raises(PeerBusy, match="all are full; waited 50 s"):
@@ -93,5 +92,3 @@ def test_the_time_is_for_all_waits_until_there_was_room() -> None:
         session.wait.over()
         await session.wait.begin(SHORTAGE)
         assert names(await session.hops()) == ["a"]
-
-    admission(servers, story)

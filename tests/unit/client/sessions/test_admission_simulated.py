@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,8 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.marks import in_tiers
 from tests.unit.client.sessions.test_survival_simulated import Scenario, run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, model_output, offset
+
+pytestmark = pytest.mark.run_by(function=run)
 
 SEEDS_PER_TEST, TESTS = 10, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 40, 2, 8
@@ -175,17 +179,15 @@ class Quiet(Crowd):
         return all(len(server.host.admission) == 0 for server in self.net.servers.values())
 
 
-def quiet(story: Any, **options: Any) -> None:
-    async def scenario() -> None:
-        swarm = Quiet(**options)
-        await story(swarm)
-        await swarm.end()
-
-    run(scenario())
+@asynccontextmanager
+async def quiet(**options: Any) -> AsyncIterator[Quiet]:
+    swarm = Quiet(**options)
+    yield swarm
+    await swarm.end()
 
 
-def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
-    async def story(swarm: Quiet) -> None:
+async def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
+    async with quiet() as swarm:
         order: list[str] = []
         first = await swarm.writer(40)
         await first.extend(1)
@@ -210,11 +212,9 @@ def test_a_session_waits_its_turn_and_small_ones_do_not_overtake_a_large_one():
         assert order[0] == "large" and sorted(order[1:]) == ["small", "tiny"]
         assert swarm.nobody_waits
 
-    quiet(story)
 
-
-def test_who_waits_too_long_gets_an_error_and_goes_on_later():
-    async def story(swarm: Quiet) -> None:
+async def test_who_waits_too_long_gets_an_error_and_goes_on_later():
+    async with quiet() as swarm:
         first, second = await swarm.writer(10), await swarm.writer(0, wait_timeout_s=5.0)
         await second.extend(3)
         await second.session._lanes[0].chain.close()
@@ -228,11 +228,9 @@ def test_who_waits_too_long_gets_an_error_and_goes_on_later():
         assert second.session.stats.waits == 1
         await second.session._lanes[0].chain.close()
 
-    quiet(story)
 
-
-def test_who_stops_waiting_leaves_the_queue():
-    async def story(swarm: Quiet) -> None:
+async def test_who_stops_waiting_leaves_the_queue():
+    async with quiet() as swarm:
         first, second = await swarm.writer(60), await swarm.writer(50)
         await first.extend(1)
         waiting = asyncio.ensure_future(second.extend(1))
@@ -244,11 +242,9 @@ def test_who_stops_waiting_leaves_the_queue():
         assert swarm.nobody_waits
         await first.session._lanes[0].chain.close()
 
-    quiet(story)
 
-
-def test_what_can_never_fit_is_refused_at_once():
-    async def story(swarm: Quiet) -> None:
+async def test_what_can_never_fit_is_refused_at_once():
+    async with quiet() as swarm:
         writer = await swarm.writer(61, wait_timeout_s=10_000.0)
         start_s = asyncio.get_running_loop().time()
         with pytest.raises(PeerBusy, match="no room for 61 tokens in the KV cache, which has 60 in all"):
@@ -256,11 +252,9 @@ def test_what_can_never_fit_is_refused_at_once():
         assert asyncio.get_running_loop().time() - start_s < 1.0
         assert writer.session.stats.waits == 0
 
-    quiet(story)
 
-
-def test_the_youngest_gives_way_and_goes_on_when_an_older_one_has_finished():
-    async def story(swarm: Quiet) -> None:
+async def test_the_youngest_gives_way_and_goes_on_when_an_older_one_has_finished():
+    async with quiet() as swarm:
         old, young = await swarm.writer(10), await swarm.writer(10)
         await old.extend(20)
         await young.extend(20)
@@ -274,17 +268,9 @@ def test_the_youngest_gives_way_and_goes_on_when_an_older_one_has_finished():
         assert young.session.stats.replayed_tokens == 20
         await young.session._lanes[0].chain.close()
 
-    quiet(story)
 
-
-def test_two_that_hold_what_the_other_needs_do_not_wait_for_one_another():
+async def test_two_that_hold_what_the_other_needs_do_not_wait_for_one_another():
     """Each has been let in first by one of the servers."""
-
-    async def story(swarm: Quiet) -> None:
-        for server in swarm.net.servers.values():
-            server.host.open = partial(late, server.host.open, server.name)
-        writers = [await swarm.writer(0), await swarm.writer(0)]
-        await asyncio.gather(*(finish(writer) for writer in writers))
 
     async def late(open_: Any, name: str, request: Any, *arguments: Any) -> Any:
         first = request.session_key[0] % 2 == (name == "a")
@@ -296,11 +282,15 @@ def test_two_that_hold_what_the_other_needs_do_not_wait_for_one_another():
             await writer.extend(1)
         await writer.session._lanes[0].chain.close()
 
-    quiet(story)
+    async with quiet() as swarm:
+        for server in swarm.net.servers.values():
+            server.host.open = partial(late, server.host.open, server.name)
+        writers = [await swarm.writer(0), await swarm.writer(0)]
+        await asyncio.gather(*(finish(writer) for writer in writers))
 
 
-def test_a_server_that_comes_while_others_wait_is_taken():
-    async def story(swarm: Quiet) -> None:
+async def test_a_server_that_comes_while_others_wait_is_taken():
+    async with quiet() as swarm:
         first, second = await swarm.writer(60), await swarm.writer(60, wait_timeout_s=1000.0)
         await first.extend(1)
         waiting = asyncio.ensure_future(second.extend(1))
@@ -311,5 +301,3 @@ def test_a_server_that_comes_while_others_wait_is_taken():
         assert swarm.nobody_waits
         for writer in (first, second):
             await writer.session._lanes[0].chain.close()
-
-    quiet(story)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 import torch
 
 from swarm_client.core.config import ClientConfig
@@ -19,9 +20,11 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.client.sessions.test_stalls_simulated import Beside, claim
-from tests.unit.client.sessions.test_survival_simulated import quiet
+from tests.unit.client.sessions.test_survival_simulated import quiet, run
 from tests.unit.support import until
 from tests.worlds.servers import NUM_BLOCKS, Context
+
+pytestmark = pytest.mark.run_by(function=run)
 
 
 class Listening:
@@ -64,8 +67,8 @@ async def step(session: RemoteSession, num_positions: int) -> None:
     await session.step_on_loop(BlockInput(torch.ones(1, num_positions, 1), None, positions), 1)
 
 
-def test_a_session_keeps_its_codecs() -> None:
-    async def story(swarm: Compressed) -> None:
+async def test_a_session_keeps_its_codecs() -> None:
+    async with quiet(kind=Compressed) as swarm:
         session = await swarm.compressed("0:3", "3:6", compression="int4")
         await step(session, 3)
         before = session._lanes[0].chain.codecs
@@ -78,11 +81,9 @@ def test_a_session_keeps_its_codecs() -> None:
         (codecs,) = (each.codecs for name, each in swarm.listening.items() if name == swarm.hops(session)[0])
         assert set(codecs) == {pb.INT4_BLOCKS}
 
-    quiet(story, kind=Compressed)
 
-
-def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
-    async def story(swarm: Compressed) -> None:
+async def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
+    async with quiet(kind=Compressed) as swarm:
         await swarm.beside("0:3", "3:6")
         seen: dict[str, list[tuple[int, int, str, bool]]] = {}
         for name, server in swarm.net.servers.items():
@@ -107,11 +108,9 @@ def test_all_servers_know_whom_a_prompt_is_for_and_what_is_left_of_it() -> None:
                 left -= size
                 assert told == [left, "anna", True]
 
-    quiet(story, kind=Compressed)
 
-
-def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> None:
-    async def story(swarm: Compressed) -> None:
+async def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> None:
+    async with quiet(kind=Compressed) as swarm:
         session = await swarm.compressed("0:3", "3:6", "0:3", "3:6", compression="int4")
         await step(session, 3)
         swarm.swarm.links = Links(ClientConfig(compression="int8"), swarm.swarm.server, NUM_BLOCKS)
@@ -122,11 +121,9 @@ def test_hops_in_the_place_of_others_have_the_codecs_of_their_own_links() -> Non
         await step(session, 1)
         assert session._lanes[0].chain.codecs == (pb.INT8_BLOCKS,) * 3
 
-    quiet(story, kind=Compressed)
 
-
-def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
-    async def story(swarm: Compressed) -> None:
+async def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
+    async with quiet(kind=Compressed) as swarm:
         session = await swarm.compressed("0:3", "3:6", "0:3", "3:6")
         measured: set[str] = set()
 
@@ -142,13 +139,10 @@ def test_links_to_servers_in_the_place_of_others_are_measured() -> None:
         await asyncio.sleep(1.0)
         assert measured == set(swarm.listening)
 
-    quiet(story, kind=Compressed)
 
-
-def test_an_older_server_in_the_place_of_the_first_is_sent_what_it_knows() -> None:
+async def test_an_older_server_in_the_place_of_the_first_is_sent_what_it_knows() -> None:
     """A call's steps were encoded for the one that has died."""
-
-    async def story(swarm: Compressed) -> None:
+    async with quiet(kind=Compressed) as swarm:
         session = await swarm.compressed("0:3", "3:6", "0:3", compression="int4")
         await step(session, 3)
         first = swarm.hops(session)[0]
@@ -162,5 +156,3 @@ def test_an_older_server_in_the_place_of_the_first_is_sent_what_it_knows() -> No
         await call
         assert swarm.hops(session)[0] == spare
         assert older.codecs[0] == pb.INT8_BLOCKS and set(older.codecs[1:]) == {pb.RAW}  # the history, and the call
-
-    quiet(story, kind=Compressed)

@@ -18,8 +18,10 @@ from swarm_client.sessions.opening import SessionOptions
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm.swarm import Swarm
 from swarm_protocol.span import Span
-from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
+from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet, run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, ToyServer
+
+pytestmark = pytest.mark.run_by(function=run)
 
 SPANS = "0:2", "2:4", "4:6"
 CHUNK = 4  # positions that a server takes at once
@@ -147,8 +149,9 @@ REASONS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", MOMENTS, ids=lambda moment: moment.__name__)
-def test_one_server_is_replaced_and_no_other(fault: str, moment: Moment) -> None:
-    async def story(line: Line, hop: int) -> None:
+@pytest.mark.parametrize("hop", range(len(SPANS)))
+async def test_one_server_is_replaced_and_no_other(fault: str, moment: Moment, hop: int) -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started()
         before = line.hops(session)
         await moment(line, hop, lambda: FAULTS[fault](line, before[hop]))
@@ -169,12 +172,10 @@ def test_one_server_is_replaced_and_no_other(fault: str, moment: Moment) -> None
             assert len(PROMPT) <= stats.replayed_tokens <= len(PROMPT) + 1
             assert stats.stall_s < 5.0
 
-    for hop in range(len(SPANS)):
-        quiet(partial(story, hop=hop), kind=Line)
 
+async def test_servers_count_a_session_as_new_or_as_a_replacement() -> None:
+    async with quiet(kind=Line) as line:
 
-def test_servers_count_a_session_as_new_or_as_a_replacement() -> None:
-    async def story(line: Line) -> None:
         def counted() -> dict[str, dict[str, int]]:
             counters = {name: server.host.services.counters.sessions for name, server in line.net.servers.items()}
             return {name: dict(sessions) for name, sessions in counters.items() if sessions}
@@ -186,16 +187,14 @@ def test_servers_count_a_session_as_new_or_as_a_replacement() -> None:
         await line.extend(session, [7.0])
         assert counted() == {name: {"new": 1} for name in before} | {line.hops(session)[1]: {"replacement": 1}}
 
-    quiet(story, kind=Line)
-
 
 @pytest.mark.parametrize(
     ("hops", "moved"),
     [([0, 1], ["0:4"]), ([1, 2], ["2:6"]), ([0, 2], ["0:2", "4:6"]), ([0, 1, 2], ["0:6"])],
     ids=["first-two", "last-two", "not-neighbours", "all"],
 )
-def test_several_are_killed_at_once(hops: list[int], moved: list[str]) -> None:
-    async def story(line: Line) -> None:
+async def test_several_are_killed_at_once(hops: list[int], moved: list[str]) -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started()
         for name in [line.hops(session)[hop] for hop in hops]:
             line.kill(name)
@@ -203,13 +202,12 @@ def test_several_are_killed_at_once(hops: list[int], moved: list[str]) -> None:
         assert sorted(line.moved(Recovery)) == moved and session.stats.replayed_tokens == len(PROMPT) * len(moved)
         await line.extend(session, [8.0])
 
-    quiet(story, kind=Line)
-
 
 @pytest.mark.parametrize("afterwards", [False, True], ids=["before-the-replay", "after-a-part-of-the-replay"])
 @pytest.mark.parametrize("fault", ["killed", "hangs", "cut-off", "lies"])
-def test_the_one_that_takes_over_fails_too(fault: str, afterwards: bool) -> None:
-    async def story(line: Line, hop: int) -> None:
+@pytest.mark.parametrize("hop", range(len(SPANS)))
+async def test_the_one_that_takes_over_fails_too(fault: str, afterwards: bool, hop: int) -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started()
         third = f"{SPANS[hop]}/3"
         line.net.start(third, Span.parse(SPANS[hop]), CHUNK)
@@ -230,15 +228,12 @@ def test_the_one_that_takes_over_fails_too(fault: str, afterwards: bool) -> None
         assert line.hops(session)[hop] == left
         assert set(line.moved(Recovery)) == {SPANS[hop]}
 
-    for hop in range(len(SPANS)):
-        quiet(partial(story, hop=hop), kind=Line)
-
 
 @pytest.mark.parametrize("who", ["the-same", "another"])
-def test_everybody_is_gone_and_somebody_comes_later(who: str) -> None:
+@pytest.mark.parametrize("hop", range(len(SPANS)))
+async def test_everybody_is_gone_and_somebody_comes_later(who: str, hop: int) -> None:
     """A server that comes back with its old identity has forgotten the session."""
-
-    async def story(line: Line, hop: int) -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started()
         name = line.hops(session)[hop]
         for copy in "12":
@@ -252,12 +247,9 @@ def test_everybody_is_gone_and_somebody_comes_later(who: str) -> None:
         assert [SPANS[hop] in event.reason for event in line.events if isinstance(event, Waiting)] == [True]
         assert session.stats.waits == 1 and session.stats.replayed_tokens == len(PROMPT)
 
-    for hop in range(len(SPANS)):
-        quiet(partial(story, hop=hop), kind=Line)
 
-
-def test_a_server_was_restarted_between_two_calls_and_there_is_no_other() -> None:
-    async def story(line: Line) -> None:
+async def test_a_server_was_restarted_between_two_calls_and_there_is_no_other() -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started()
         line.kill("2:4/1")
         line.kill("2:4/2")
@@ -266,14 +258,11 @@ def test_a_server_was_restarted_between_two_calls_and_there_is_no_other() -> Non
         (recovery,) = [event for event in line.events if isinstance(event, Recovery)]
         assert recovery.failed == recovery.replacements == ("2:4/1",) and recovery.replayed_tokens == len(PROMPT)
 
-    quiet(story, kind=Line)
-
 
 @pytest.mark.parametrize("hops", [[1], [2, 0, 1]], ids=["one", "each"])
-def test_a_call_after_the_servers_have_let_an_idle_session_go(hops: list[int]) -> None:
+async def test_a_call_after_the_servers_have_let_an_idle_session_go(hops: list[int]) -> None:
     """Nothing is wrong with them: they compute it again."""
-
-    async def story(line: Line) -> None:
+    async with quiet(kind=Line) as line:
         session = await line.started(idle_timeout_s=60.0, hops=hops)
         before = line.hops(session)
         await asyncio.sleep(50.0)
@@ -285,5 +274,3 @@ def test_a_call_after_the_servers_have_let_an_idle_session_go(hops: list[int]) -
         await line.extend(session, [8.0])
         assert line.hops(session) == before and session.stats.replayed_tokens == len(PROMPT) + 1
         assert session.stats.recoveries == 1
-
-    quiet(story, kind=Line)

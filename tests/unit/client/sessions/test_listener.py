@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,10 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, client_of, record
+from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 NEW, SIZE, HIDDEN = 5, 2, 3  # steps of 2, 2 and 1 positions
 FIRST, SECOND, LAST = FIRST_STEP, FIRST_STEP + 1, FIRST_STEP + 2
@@ -72,25 +76,18 @@ class Session:
         self.num_answers += 1
 
 
-def session(
-    story: Callable[[Session], Coroutine[Any, Any, None]],
-    hidden_size: int = HIDDEN,
-    step_s: float = STEP_S,
-    **others: str,
-) -> None:
+@asynccontextmanager
+async def opened(hidden_size: int = HIDDEN, step_s: float = STEP_S, **others: str) -> AsyncIterator[Session]:
     """``others``: blocks of further servers, which come later."""
     servers = FakeServers(a="0:2", b="2:4", c="4:6")
-
-    async def scenario(swarm: Swarm) -> None:
+    async with client_of(servers, step_timeout_s=step_s) as swarm:
         inbox = Inbox()
         hops = await Opener(swarm, inbox).open_span(Span(0, NUM_BLOCKS), Opening(batch_size=1, reserve_tokens=8), None)
         servers.records.update({name: record(name, span) for name, span in others.items()})
         await swarm.view(0.0)
         made = Session(servers, swarm, hops, inbox, hidden_size)
-        await story(made)
+        yield made
         made.listener.end_call()
-
-    play(servers, scenario, step_timeout_s=step_s)
 
 
 # ------------------------------------------------------------ answers
@@ -101,17 +98,15 @@ def session(
     [None, torch.zeros(1, 2, HIDDEN), torch.zeros(1, 1, HIDDEN + 1), torch.full((1, 1, HIDDEN), float("nan"))],
     ids=["nothing", "of-two-positions", "too-wide", "nan"],
 )
-def test_a_wrong_output_is_blamed_on_its_server(hidden: torch.Tensor | None) -> None:
-    async def story(session: Session) -> None:
+async def test_a_wrong_output_is_blamed_on_its_server(hidden: torch.Tensor | None) -> None:
+    async with opened() as session:
         ((index, error),) = session.says(2, LAST, hidden).items()
         assert index == 2 and isinstance(error, BadReply) and error.peer_id == "c"
         assert not session.call.outputs and not session.num_answers
 
-    session(story)
 
-
-def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
-    async def story(session: Session) -> None:
+async def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
+    async with opened() as session:
         hidden = torch.randn(1, 2, HIDDEN)
         assert session.says(0, SECOND, hidden, route=0) == {}
         assert session.says(0, SECOND, hidden, route=1) == {}  # to a hop that is not there any more
@@ -125,11 +120,9 @@ def test_what_servers_cannot_send_to_one_another_is_relayed() -> None:
         assert index == 0 and isinstance(error, BadReply)
         assert len(await session.sent_to(1)) == 1
 
-    session(story)
 
-
-def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
-    async def story(session: Session) -> None:
+async def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
+    async with opened() as session:
         session.call.watched = range(0, 6)
         output = torch.randn(1, 2, HIDDEN)
         b = session.hops[1].number
@@ -139,31 +132,25 @@ def test_outputs_of_blocks_are_taken_from_who_has_the_block() -> None:
             assert isinstance(session.handle(wrong)[1], BadReply)
         assert list(session.call.block_outputs) == [(3, FIRST)]
 
-    session(story)
 
-
-def test_what_others_say_is_theirs() -> None:
-    async def story(session: Session) -> None:
+async def test_what_others_say_is_theirs() -> None:
+    async with opened() as session:
         stranger = Trouble(99, None, PeerUnavailable("gone"))
         assert session.handle(stranger) == {}
         assert session.others == [stranger]
-
-    session(story)
 
 
 # ------------------------------------------------------------ trouble
 
 
-def test_who_may_not_come_in_hears_it() -> None:
-    async def story(session: Session) -> None:
+async def test_who_may_not_come_in_hears_it() -> None:
+    async with opened() as session:
         with pytest.raises(AccessDenied):
             session.refuses(1, None, AccessDenied("not a member"))
 
-    session(story)
 
-
-def test_what_the_first_hop_refuses_is_the_users_mistake() -> None:
-    async def story(session: Session) -> None:
+async def test_what_the_first_hop_refuses_is_the_users_mistake() -> None:
+    async with opened() as session:
         with pytest.raises(RequestRejected, match="it is wrong"):
             session.refuses(0, FIRST)
         assert session.listener.refused == FIRST  # nothing of the call has been taken
@@ -175,11 +162,9 @@ def test_what_the_first_hop_refuses_is_the_users_mistake() -> None:
         assert session.listener.refused is None
         assert session.refuses(0, FIRST) == {}  # which is answered already
 
-    session(story)
 
-
-def test_what_a_later_hop_refuses_is_blamed_on_the_one_before_then_on_both_and_is_told_in_the_end() -> None:
-    async def story(session: Session) -> None:
+async def test_what_a_later_hop_refuses_is_blamed_on_the_one_before_then_on_both_and_is_told_in_the_end() -> None:
+    async with opened() as session:
         ((index, error),) = session.refuses(1, FIRST).items()
         assert index == 0 and isinstance(error, BadReply) and error.peer_id == "a"
         assert session.refuses(1, SECOND) == {}  # builds on the one that was refused
@@ -189,16 +174,12 @@ def test_what_a_later_hop_refuses_is_blamed_on_the_one_before_then_on_both_and_i
         with pytest.raises(RequestRejected, match="it is wrong"):
             session.refuses(1, FIRST)
 
-    session(story)
 
-
-def test_a_refusal_is_over_once_the_step_is_answered() -> None:
-    async def story(session: Session) -> None:
+async def test_a_refusal_is_over_once_the_step_is_answered() -> None:
+    async with opened() as session:
         session.refuses(1, FIRST)
         session.says(2, FIRST)
         assert session.refuses(1, SECOND).keys() == {0, 1}  # not in the wake of the first one
-
-    session(story)
 
 
 # ------------------------------------------------------------ silence
@@ -211,8 +192,8 @@ async def next_trouble(session: Session) -> tuple[int, Exception]:
     return index, error
 
 
-def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
-    async def story(session: Session) -> None:
+async def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
+    async with opened() as session:
         session.stands(LAST, FIRST, 0)
         session.servers.unreachable.add(session.hops[1].session_key)
         start_s = asyncio.get_running_loop().time()
@@ -220,16 +201,13 @@ def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
         assert index == 1 and isinstance(error, PeerUnavailable)
         assert asyncio.get_running_loop().time() - start_s < 2 * SILENCE_S
 
-    session(story)
-
 
 @pytest.mark.parametrize(("heard_s", "late_s", "least_s"), [(0.0, 0.0, 4.0), (9.5, 0.0, 10.0), (0.0, 5.0, 9.0)])
-def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_late(
+async def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_late(
     heard_s: float, late_s: float, least_s: float
 ) -> None:
     """``heard_s``: so long another session has answers of the server; ``late_s``: so long this client hears nobody."""
-
-    async def story(session: Session) -> None:
+    async with opened() as session:
         session.stands(LAST, FIRST, 0)
         session.servers.unheard.add(session.hops[1].session_key)
         loop, progress = asyncio.get_running_loop(), session.listener._swarm.progress
@@ -241,11 +219,9 @@ def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_la
         assert index == 1 and "does not answer" in str(error)
         assert least_s <= loop.time() - start_s < least_s + 8.0
 
-    session(story)
 
-
-def test_a_server_that_others_hear_and_this_session_does_not_is_replaced_late() -> None:
-    async def story(session: Session) -> None:
+async def test_a_server_that_others_hear_and_this_session_does_not_is_replaced_late() -> None:
+    async with opened() as session:
         session.stands(LAST, FIRST, 0)
         session.servers.unheard.add(session.hops[1].session_key)
         loop, progress = asyncio.get_running_loop(), session.listener._swarm.progress
@@ -256,11 +232,9 @@ def test_a_server_that_others_hear_and_this_session_does_not_is_replaced_late() 
         assert index == 1 and "does not answer" in str(error)
         assert STEP_S < loop.time() - start_s < 2 * STEP_S
 
-    session(story)
 
-
-def test_a_dead_server_is_replaced_although_nobody_knows_how_far_another_one_is() -> None:
-    async def story(session: Session) -> None:
+async def test_a_dead_server_is_replaced_although_nobody_knows_how_far_another_one_is() -> None:
+    async with opened() as session:
         session.stands(LAST, FIRST, 0)
         session.servers.unheard.add(session.hops[0].session_key)
         session.servers.unreachable.add(session.hops[1].session_key)
@@ -271,11 +245,9 @@ def test_a_dead_server_is_replaced_although_nobody_knows_how_far_another_one_is(
         index, _ = await next_trouble(session)
         assert index == 1 and loop.time() - start_s < STEP_S
 
-    session(story)
 
-
-def test_a_client_that_is_late_does_not_take_servers_for_stalled() -> None:
-    async def story(session: Session) -> None:
+async def test_a_client_that_is_late_does_not_take_servers_for_stalled() -> None:
+    async with opened() as session:
         session.stands(LAST, FIRST, 0)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
@@ -283,22 +255,18 @@ def test_a_client_that_is_late_does_not_take_servers_for_stalled() -> None:
         await next_trouble(session)
         assert loop.time() - start_s > 30.0 + STEP_S
 
-    session(story)
-
 
 @pytest.mark.parametrize(
     ("numbers", "slow"),
     [((FIRST, FIRST, 0), 0), ((LAST, FIRST, FIRST), 1), ((LAST, LAST, SECOND), 2), ((LAST + 9, LAST, SECOND), 2)],
 )
-def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tuple[int, ...], slow: int) -> None:
-    async def story(session: Session) -> None:
+async def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(numbers: tuple[int, ...], slow: int) -> None:
+    async with opened() as session:
         session.stands(*numbers)
         start_s = asyncio.get_running_loop().time()
         index, error = await next_trouble(session)
         assert index == slow and "did not finish a step within 20 s" in str(error)
         assert asyncio.get_running_loop().time() - start_s > STEP_S
-
-    session(story)
 
 
 @pytest.mark.parametrize(("num_ahead", "late"), [(4, 0), (5, 1)])
@@ -308,8 +276,8 @@ def test_a_server_that_waits_for_the_next_one_to_take_its_outputs_is_not_late(nu
     assert _late_hop([FIRST + 7] * 3, FIRST + 7) is None
 
 
-def test_nobody_is_late_while_a_server_computes_what_the_others_wait_for() -> None:
-    async def story(session: Session) -> None:
+async def test_nobody_is_late_while_a_server_computes_what_the_others_wait_for() -> None:
+    async with opened(step_s=100.0, d="2:4") as session:
         waiting = asyncio.ensure_future(next_trouble(session))
         session.listener._swarm.progress.answered("c", asyncio.get_running_loop().time())
         slow = session.hops[2].session_key
@@ -322,14 +290,11 @@ def test_nobody_is_late_while_a_server_computes_what_the_others_wait_for() -> No
         index, _ = await waiting
         assert index == 1 and asyncio.get_running_loop().time() - start_s < STEP_S
 
-    session(story, step_s=100.0, d="2:4")
-
 
 @pytest.mark.parametrize(("done", "num_left"), [(0, 3), (SECOND, 1)])
-def test_a_prompt_may_be_overtaken_by_as_much_as_is_left_of_it(done: int, num_left: int) -> None:
+async def test_a_prompt_may_be_overtaken_by_as_much_as_is_left_of_it(done: int, num_left: int) -> None:
     """In each of the streams that wait on the server: it computes shorter ones first."""
-
-    async def story(session: Session) -> None:
+    async with opened() as session:
         waiting = asyncio.ensure_future(session.listener.next_event(session.call))
         key = session.hops[0].session_key
         session.servers.progress[key] = pb.SessionProgress(number=done, computed=1, num_batches=100, num_waiting=50)
@@ -337,19 +302,15 @@ def test_a_prompt_may_be_overtaken_by_as_much_as_is_left_of_it(done: int, num_le
         assert session.hops[0].due_batches == 100 + 4 * 50 * num_left + 16
         waiting.cancel()
 
-    session(story)
 
-
-def test_who_gets_on_slowly_is_let_be() -> None:
-    async def story(session: Session) -> None:
+async def test_who_gets_on_slowly_is_let_be() -> None:
+    async with opened() as session:
         waiting = asyncio.ensure_future(session.listener.next_event(session.call))
         for number in (FIRST, SECOND, LAST):
             session.stands(number, 0, 0)
             await asyncio.sleep(STEP_S - 2 * SILENCE_S)
         assert not waiting.done()
         waiting.cancel()
-
-    session(story)
 
 
 @pytest.mark.parametrize(
@@ -361,12 +322,11 @@ def test_who_gets_on_slowly_is_let_be() -> None:
         ((2,), (LAST, LAST, LAST), 2, True),  # back to it
     ],
 )
-def test_who_sends_or_is_sent_a_large_step_is_let_be(
+async def test_who_sends_or_is_sent_a_large_step_is_let_be(
     far: tuple[int, ...], numbers: tuple[int, ...], late: int, is_slow: bool
 ) -> None:
     """Steps of 1.2 MB over lines that nobody has measured."""
-
-    async def story(session: Session) -> None:
+    async with opened(hidden_size=150_000, step_s=100.0, d="0:2", e="2:4", f="4:6") as session:
         session.stands(*numbers)
         for index in far:
             hop = session.hops[index]
@@ -380,5 +340,3 @@ def test_who_sends_or_is_sent_a_large_step_is_let_be(
         assert index == late and "did not finish a step within" in str(error)
         seconds = asyncio.get_running_loop().time() - start_s
         assert 15 < seconds < 20 if is_slow else seconds < 8
-
-    session(story, hidden_size=150_000, step_s=100.0, d="0:2", e="2:4", f="4:6")

@@ -13,14 +13,16 @@ from swarm_client.adapters.snapshots import ActiveAdapter, AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
 from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
-from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox
 from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, client_of, record
 from tests.worlds.servers import rpc_error
+from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 ALL = Span(0, NUM_BLOCKS)
 OPENING = Opening(batch_size=2, reserve_tokens=8)
@@ -55,19 +57,17 @@ def test_room_is_for_all_rows() -> None:
         (100, 500, 10, (100, 0)),
     ],
 )
-def test_how_much_room_a_session_asks_for(
+async def test_how_much_room_a_session_asks_for(
     max_positions: int | None, reserve_tokens: int, num_tokens: int, room: tuple[int, int]
 ) -> None:
-    async def story(_swarm: Swarm) -> None:
+    async with client_of(three()):
         opening = Terms(max_positions, reserve_tokens).opening(2, num_tokens, 7, 9)
         assert (opening.reserve_tokens, opening.spare_tokens) == room
         assert (opening.batch_size, opening.sent_number, opening.changed_number) == (2, 7, 9)
 
-    play(three(), story)
 
-
-def test_hops_are_as_old_as_their_session() -> None:
-    async def story(_swarm: Swarm) -> None:
+async def test_hops_are_as_old_as_their_session() -> None:
+    async with client_of(three()):
         terms, start_s = Terms(None, 8), now_s()
         asked_s = []
         for ages in (True, True, False):
@@ -75,13 +75,10 @@ def test_hops_are_as_old_as_their_session() -> None:
             await asyncio.sleep(3.0)
         assert asked_s == [start_s, start_s, None]
 
-    play(three(), story)
 
-
-def test_each_hop_is_given_the_address_of_the_next() -> None:
+async def test_each_hop_is_given_the_address_of_the_next() -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         hops = await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
         assert [(hop.hop.server.peer_id, str(hop.span)) for hop in hops] == [("b", "0:2"), ("c", "2:4"), ("a", "4:6")]
         keys = [hop.session_key for hop in hops]
@@ -97,13 +94,10 @@ def test_each_hop_is_given_the_address_of_the_next() -> None:
         assert [hop.next_number for hop in hops] == [hops[1].number, hops[2].number, None]
         assert all(hop.max_step_tokens == 64 and not hop.gone for hop in hops)
 
-    play(servers, story)
 
-
-def test_new_hops_lead_to_one_that_is_there() -> None:
+async def test_new_hops_lead_to_one_that_is_there() -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         opener = Opener(swarm, Inbox())
         (after,) = await opener.open_span(Span(4, 6), OPENING, None)
         hops = await opener.open_span(Span(0, 4), OPENING, after)
@@ -111,14 +105,11 @@ def test_new_hops_lead_to_one_that_is_there() -> None:
         assert hops[-1].next_number == after.number
         assert len({hop.number for hop in (*hops, after)}) == 3
 
-    play(servers, story)
-
 
 @pytest.mark.parametrize(("compression", "codec"), [("none", pb.RAW), ("int8", pb.INT8_BLOCKS)])
-def test_what_a_server_is_asked_for(compression: str, codec: pb.Codec) -> None:
+async def test_what_a_server_is_asked_for(compression: str, codec: pb.Codec) -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers, compression=compression) as swarm:
         await asyncio.sleep(10.0)
         opener = Opener(swarm, Inbox())
         opener.adapter = AdapterSnapshot(ActiveAdapter(name="polite"))
@@ -134,32 +125,26 @@ def test_what_a_server_is_asked_for(compression: str, codec: pb.Codec) -> None:
             blocks = servers.records[name].span
             assert request.contract.blocks == pb.Span(start=blocks.start, end=blocks.end)
 
-    play(servers, story, compression=compression)
-
 
 @pytest.mark.parametrize(
     ("status", "error"),
     [(grpc.StatusCode.RESOURCE_EXHAUSTED, PeerBusy), (grpc.StatusCode.UNAVAILABLE, PeerUnavailable)],
 )
-def test_if_one_refuses_none_is_opened(status: grpc.StatusCode, error: type[Exception]) -> None:
+async def test_if_one_refuses_none_is_opened(status: grpc.StatusCode, error: type[Exception]) -> None:
     servers = three()
     servers.refusals["c"] = status
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         with pytest.raises(error) as caught:
             await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
         assert (caught.value.peer_id, caught.value.span) == ("c", Span(2, 4))
         assert {call.peer_id for call in servers.calls if call.closed} == {"a", "b"}
 
-    play(servers, story)
-
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_who_is_interrupted_leaves_no_session_behind(in_turn: bool) -> None:
+async def test_who_is_interrupted_leaves_no_session_behind(in_turn: bool) -> None:
     servers = three()
     servers.silent.add("c")
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         opener = Opener(swarm, Inbox())
         opening = asyncio.ensure_future(
             opener.open_in_turn(chain_of(servers), OPENING, 100.0, [])
@@ -172,13 +157,10 @@ def test_who_is_interrupted_leaves_no_session_behind(in_turn: bool) -> None:
         await asyncio.wait([opening])
         assert opening.cancelled() and all(call.cancelled for call in servers.calls)
 
-    play(servers, story)
 
-
-def test_in_turn_servers_are_asked_in_the_order_of_their_ids_once_the_one_before_has_room() -> None:
+async def test_in_turn_servers_are_asked_in_the_order_of_their_ids_once_the_one_before_has_room() -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         servers.fill("a", "b")
         asked: list[str] = []
         opening = asyncio.ensure_future(Opener(swarm, Inbox()).open_in_turn(chain_of(servers), OPENING, 100.0, asked))
@@ -194,33 +176,27 @@ def test_in_turn_servers_are_asked_in_the_order_of_their_ids_once_the_one_before
         waits_s = [call.request.wait_s for call in servers.calls]
         assert waits_s == pytest.approx([100.0, 90.0, 80.0], abs=1.0)  # the time is for all of them together
 
-    play(servers, story)
 
-
-def test_in_turn_those_after_one_that_has_no_room_are_not_asked() -> None:
+async def test_in_turn_those_after_one_that_has_no_room_are_not_asked() -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
-        servers.fill("b")
-        asked: list[str] = []
-        with pytest.raises(PeerBusy):
-            await Opener(swarm, Inbox()).open_in_turn(chain_of(servers), OPENING, 5.0, asked)
-        assert servers.asked() == asked == ["a", "b"]
-        assert servers.calls[0].cancelled
-
     gc.collect()  # coroutines that other tests have left
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        play(servers, story)
+        async with client_of(servers) as swarm:
+            servers.fill("b")
+            asked: list[str] = []
+            with pytest.raises(PeerBusy):
+                await Opener(swarm, Inbox()).open_in_turn(chain_of(servers), OPENING, 5.0, asked)
+            assert servers.asked() == asked == ["a", "b"]
+            assert servers.calls[0].cancelled
         gc.collect()
     assert not [str(each.message) for each in warned if "was never awaited" in str(each.message)]
 
 
-def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -> None:
+async def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -> None:
     """Servers are tried out while the client leaves: one has refused just then."""
     servers, unread = three(), []
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unread.append(context["message"]))
 
         async def refuse(_name: str, _request: pb.Open) -> None:
@@ -234,17 +210,14 @@ def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -> None
             await trying
         assert servers.calls
         gc.collect()
-
-    play(servers, story)
     gc.collect()
     assert not unread
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
+async def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         opener = Opener(swarm, Inbox())
         hops = await opener.open_span(ALL, OPENING, None)
         original, after = (hops[2], None) if is_last else (hops[1], hops[2])
@@ -255,15 +228,10 @@ def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
         request = servers.calls[-1].request
         assert request.next == (pb.NextHop() if after is None else after.as_next())
 
-    play(servers, story)
 
-
-def test_abandoned_hops_are_dropped_at_once() -> None:
+async def test_abandoned_hops_are_dropped_at_once() -> None:
     servers = three()
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(servers) as swarm:
         hops: list[HopSession] = await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
         abandon(hops)
         assert all(call.cancelled and not call.closed for call in servers.calls)
-
-    play(servers, story)

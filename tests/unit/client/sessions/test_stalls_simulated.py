@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
-from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet
+from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet, run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Context, Net, ToyServer
+
+pytestmark = pytest.mark.run_by(function=run)
 
 WHOLE = "0:6"
 Says = Callable[[int], pb.SessionProgress]  # how far a session is, by how often that was asked
@@ -109,17 +112,18 @@ class Beside(Quiet):
         return asyncio.get_running_loop().time() - start_s
 
 
-def beside(story: Callable, seed: int = 0) -> None:
-    quiet(story, seed, Beside)
+def beside(seed: int = 0) -> AbstractAsyncContextManager[Beside]:
+    return quiet(seed, Beside)
 
 
 @pytest.mark.parametrize("spans", [(WHOLE,), ("0:3", "3:6")], ids=["whole", "halves"])
 @pytest.mark.parametrize("chatters", [False, True], ids=["quiet", "chattering"])
 @pytest.mark.parametrize("says", [SILENT, DONE, CREEPS, BUSY], ids=["silent", "done", "creeping", "busy"])
-def test_forty_servers_that_compute_nothing_cost_seconds(says: Says, chatters: bool, spans: tuple[str, ...]) -> None:
+async def test_forty_servers_that_compute_nothing_cost_seconds(
+    says: Says, chatters: bool, spans: tuple[str, ...]
+) -> None:
     """They cost 246 s, and the generation its life."""
-
-    async def story(swarm: Beside) -> None:
+    async with beside() as swarm:
         await swarm.beside(*spans)
         stallers = [stall(swarm.net, f"s{n}", spans[n % len(spans)], says, chatters) for n in range(40)]
         session = swarm.new_session()
@@ -133,15 +137,12 @@ def test_forty_servers_that_compute_nothing_cost_seconds(says: Says, chatters: b
         assert await swarm.seconds(swarm.new_session(), [4.0, 5.0]) < 1  # the client has learned whom to take
         assert sum(staller.num_steps for staller in stallers) == num_steps
 
-    beside(story)
-
 
 @pytest.mark.parametrize("says", [SILENT, DONE], ids=["silent", "done"])
 @pytest.mark.parametrize("span", ["0:3", "3:6"])
-def test_a_server_that_stalls_in_the_middle_is_replaced_from_the_journal(span: str, says: Says) -> None:
+async def test_a_server_that_stalls_in_the_middle_is_replaced_from_the_journal(span: str, says: Says) -> None:
     """Also if it says that it has sent on what the next one waits for."""
-
-    async def story(swarm: Beside) -> None:
+    async with beside() as swarm:
         await swarm.beside("0:3", "3:6", "0:3", "3:6")
         session = swarm.new_session()
         for value in range(3):
@@ -157,11 +158,9 @@ def test_a_server_that_stalls_in_the_middle_is_replaced_from_the_journal(span: s
         assert any(re.search("did not finish a step within|does not answer", str(event)) for event in swarm.events)
         server.scheduler.computes.set()
 
-    beside(story)
 
-
-def test_the_only_server_is_waited_for() -> None:
-    async def story(swarm: Beside) -> None:
+async def test_the_only_server_is_waited_for() -> None:
+    async with beside() as swarm:
         await swarm.beside(WHOLE, step_timeout_s=100.0)
         session = swarm.new_session()
         await swarm.extend(session, [1.0])
@@ -171,11 +170,9 @@ def test_the_only_server_is_waited_for() -> None:
         assert 59 < await swarm.seconds(session, [2.0]) < 62
         assert session.stats.recoveries == 0
 
-    beside(story)
 
-
-def test_when_all_are_slow_for_a_while_that_costs_a_replay_and_not_the_generation() -> None:
-    async def story(swarm: Beside) -> None:
+async def test_when_all_are_slow_for_a_while_that_costs_a_replay_and_not_the_generation() -> None:
+    async with beside() as swarm:
         await swarm.beside(WHOLE, WHOLE, WHOLE)
         session = swarm.new_session()
         await swarm.extend(session, [1.0, 2.0])
@@ -186,13 +183,10 @@ def test_when_all_are_slow_for_a_while_that_costs_a_replay_and_not_the_generatio
         assert 1 <= session.stats.recoveries <= 4
         await swarm.extend(session, [4.0])
 
-    beside(story)
 
-
-def test_steps_that_take_long_by_the_record_are_waited_for() -> None:
+async def test_steps_that_take_long_by_the_record_are_waited_for() -> None:
     """A prompt on a slow server takes no alarm, though another server could take over."""
-
-    async def story(swarm: Beside) -> None:
+    async with beside() as swarm:
         await swarm.beside(WHOLE, WHOLE)
         for server in swarm.net.servers.values():
             claim(server, forward_tokens_per_s=4.0)  # 4 s for 16 tokens, a step
@@ -202,18 +196,17 @@ def test_steps_that_take_long_by_the_record_are_waited_for() -> None:
         assert await swarm.seconds(session, list(map(float, range(40)))) < 32
         assert session.stats.recoveries == 0
 
-    beside(story)
-
 
 @pytest.mark.parametrize(
     ("others_go_on", "held_s", "seconds"),
     [(False, 20.0, 6), (True, 18.0, 18), (True, 1000.0, 23)],
     ids=["stalled", "busy", "unfair"],
 )
-def test_a_server_that_computes_for_others_meanwhile_is_busy(others_go_on: bool, held_s: float, seconds: float) -> None:
+async def test_a_server_that_computes_for_others_meanwhile_is_busy(
+    others_go_on: bool, held_s: float, seconds: float
+) -> None:
     """It keeps one step, though another server could take over; but not when many that came later are done."""
-
-    async def story(swarm: Beside) -> None:
+    async with beside() as swarm:
         await swarm.beside(WHOLE, WHOLE)
         claim(swarm.net.servers["honest1"], tokens_per_s=0.5)
         await swarm.swarm.view(0)
@@ -235,5 +228,3 @@ def test_a_server_that_computes_for_others_meanwhile_is_busy(others_go_on: bool,
         assert session.stats.recoveries == (0 if seconds == held_s else 1)
         for lane in other._lanes:
             await lane.chain.close()
-
-    beside(story)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from swarm_client.core.background import now_s
 from swarm_client.sessions.opening import Opener, Opening, Terms
 from swarm_client.sessions.standby import StandbyReplicas
-from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.hops import HopSession, Inbox, Leaving
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeCall, FakeServers, play, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeCall, FakeServers, client_of, record
+from tests.worlds.virtual_time import run_virtually
+
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 ALL = Span(0, NUM_BLOCKS)
 PROGRESS = pb.SessionProgress(number=7, length=20, batch_size=2)
@@ -44,12 +46,10 @@ class Session:
         await asyncio.sleep(1.0)
 
 
-def standby(
-    story: Callable[[Session], Coroutine[Any, Any, None]], stand_by: bool = True, spares: tuple[str, ...] = ("a2", "b2")
-) -> None:
+@asynccontextmanager
+async def standby(stand_by: bool = True, spares: tuple[str, ...] = ("a2", "b2")) -> AsyncIterator[Session]:
     servers = FakeServers(a="0:3", b="3:6")
-
-    async def scenario(swarm: Swarm) -> None:
+    async with client_of(servers, view_max_age_s=1.0) as swarm:
         opener = Opener(swarm, Inbox())
         hops = await opener.open_span(ALL, Opening(batch_size=2, reserve_tokens=8), None)
         servers.progress.update({hop.session_key: PROGRESS for hop in hops})
@@ -61,13 +61,11 @@ def standby(
 
         terms = Terms(None, 8)
         session = Session(servers, opener, hops, StandbyReplicas(hops, swarm, opener, terms, stand_by, on_ready))
-        await story(session)
-
-    play(servers, scenario, view_max_age_s=1.0)
+        yield session
 
 
-def test_each_hop_gets_a_replica_on_another_server() -> None:
-    async def story(session: Session) -> None:
+async def test_each_hop_gets_a_replica_on_another_server() -> None:
+    async with standby() as session:
         first, last = session.hops
         await session.arranged()
         assert session.ready == ["a2", "b2"] and session.replicas.num_ready == 2
@@ -83,11 +81,9 @@ def test_each_hop_gets_a_replica_on_another_server() -> None:
         assert len(session.servers.calls) == 4  # no second one
         assert session.num_notified == 0
 
-    standby(story)
 
-
-def test_otherwise_only_hops_whose_servers_leave_get_one() -> None:
-    async def story(session: Session) -> None:
+async def test_otherwise_only_hops_whose_servers_leave_get_one() -> None:
+    async with standby(stand_by=False) as session:
         await session.arranged()
         assert session.ready == [None, None]
         session.call(session.hops[0]).say(LEAVES)
@@ -95,33 +91,27 @@ def test_otherwise_only_hops_whose_servers_leave_get_one() -> None:
         await session.arranged()
         assert session.ready == ["a2", None] and session.num_notified == 1
 
-    standby(story, stand_by=False)
 
-
-def test_it_is_made_as_soon_as_there_is_another_server() -> None:
-    async def story(session: Session) -> None:
+async def test_it_is_made_as_soon_as_there_is_another_server() -> None:
+    async with standby(spares=()) as session:
         await session.arranged()
         assert session.ready == [None, None]
         session.servers.records["b2"] = record("b2", "3:6")
         await asyncio.sleep(5.0)
         assert session.ready == [None, "b2"]
 
-    standby(story, spares=())
 
-
-def test_one_that_could_not_be_filled_is_made_again() -> None:
-    async def story(session: Session) -> None:
+async def test_one_that_could_not_be_filled_is_made_again() -> None:
+    async with standby(spares=("a2",)) as session:
         session.servers.copy_failures = 1
         await session.arranged()
         await asyncio.sleep(5.0)
         assert session.ready == ["a2", None]
         assert [call.cancelled for call in session.servers.calls if call.peer_id == "a2"] == [True, False]
 
-    standby(story, spares=("a2",))
 
-
-def test_one_that_says_anything_is_of_no_use_any_more() -> None:
-    async def story(session: Session) -> None:
+async def test_one_that_says_anything_is_of_no_use_any_more() -> None:
+    async with standby() as session:
         await session.arranged()
         replica = session.replicas.of(session.hops[0])
         session.replicas.handle(Leaving(session.hops[1].number))
@@ -129,23 +119,19 @@ def test_one_that_says_anything_is_of_no_use_any_more() -> None:
         session.replicas.handle(Leaving(replica.number))
         assert session.ready == [None, "b2"] and session.call(replica).cancelled
 
-    standby(story)
 
-
-def test_it_is_taken_once() -> None:
-    async def story(session: Session) -> None:
+async def test_it_is_taken_once() -> None:
+    async with standby() as session:
         await session.arranged()
         hop = session.hops[0]
         replica = session.replicas.of(hop)
         assert replica is not None and session.replicas.take(hop) is replica
         assert session.replicas.take(hop) is None and session.ready == [None, "b2"]
 
-    standby(story)
-
 
 @pytest.mark.parametrize("after_s", [0.0, 0.0015, 0.0025, 1.0])
-def test_those_of_hops_that_are_gone_are_dropped_made_or_not(after_s: float) -> None:
-    async def story(session: Session) -> None:
+async def test_those_of_hops_that_are_gone_are_dropped_made_or_not(after_s: float) -> None:
+    async with standby() as session:
         session.replicas.arrange()
         await asyncio.sleep(after_s)
         session.replicas.drop(session.hops)
@@ -154,24 +140,20 @@ def test_those_of_hops_that_are_gone_are_dropped_made_or_not(after_s: float) -> 
         assert all(call.cancelled for call in session.servers.calls[2:])
         assert not any(call.cancelled for call in session.servers.calls[:2])
 
-    standby(story)
 
-
-def test_all_are_given_up_to_be_closed() -> None:
-    async def story(session: Session) -> None:
+async def test_all_are_given_up_to_be_closed() -> None:
+    async with standby() as session:
         await session.arranged()
         replicas = session.replicas.forget()
         assert sorted(replica.hop.server.peer_id for replica in replicas) == ["a2", "b2"]
         assert session.replicas.num_ready == 0 and not any(replica.gone for replica in replicas)
 
-    standby(story)
-
 
 # ---------------------------------------------------------------- handing over
 
 
-def test_it_takes_over_once_it_has_all_that_the_hop_has() -> None:
-    async def story(session: Session) -> None:
+async def test_it_takes_over_once_it_has_all_that_the_hop_has() -> None:
+    async with standby() as session:
         await session.arranged()
         hop, progress = session.hops[0], session.servers.progress
         key = session.replicas.of(hop).session_key
@@ -185,11 +167,9 @@ def test_it_takes_over_once_it_has_all_that_the_hop_has() -> None:
         assert now_s() - start_s == pytest.approx(1.0, abs=0.1)
         assert session.ready[0] == "a2" and key not in session.servers.nexts  # it sends to the right one already
 
-    standby(story)
 
-
-def test_it_sends_where_the_hop_does_by_now() -> None:
-    async def story(session: Session) -> None:
+async def test_it_sends_where_the_hop_does_by_now() -> None:
+    async with standby() as session:
         await session.arranged()
         hop, replica = session.hops[0], session.replicas.of(session.hops[0])
         session.hops[1] = after = session.replicas.take(session.hops[1])
@@ -197,11 +177,9 @@ def test_it_sends_where_the_hop_does_by_now() -> None:
         assert session.servers.nexts == {replica.session_key: after.as_next().push_key}
         assert replica.next_number == after.number
 
-    standby(story)
 
-
-def test_one_that_never_catches_up_is_dropped() -> None:
-    async def story(session: Session) -> None:
+async def test_one_that_never_catches_up_is_dropped() -> None:
+    async with standby() as session:
         await session.arranged()
         hop, replica = session.hops[0], session.replicas.of(session.hops[0])
         session.servers.progress[replica.session_key] = pb.SessionProgress(number=6, length=19, batch_size=2)
@@ -209,5 +187,3 @@ def test_one_that_never_catches_up_is_dropped() -> None:
         assert await session.replicas.catch_up(hop) is None
         assert now_s() - start_s == pytest.approx(5.0, abs=0.1)
         assert session.ready == [None, "b2"] and session.call(replica).cancelled
-
-    standby(story)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from swarm_protocol.wire.block_input import BlockInput
 from tests.marks import in_tiers
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net, additions_to, model_output, offset
 from tests.worlds.virtual_time import run_virtually
+
+run = partial(run_virtually, limit_s=100_000)
+pytestmark = pytest.mark.run_by(function=run)
 
 SEEDS_PER_TEST, TESTS = 12, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 3, 20
@@ -183,10 +187,6 @@ class Scenario:
                 await self.crash(name)
 
 
-def run(coroutine: Coroutine) -> Any:
-    return run_virtually(coroutine, limit_s=100_000)
-
-
 def simulate(seed: int) -> RemoteSession:
     try:
         return run(Scenario(seed).run())
@@ -244,22 +244,20 @@ class Quiet(Scenario):
         return [hop.hop.server.peer_id for hop in session._lanes[0].chain.hops]
 
 
-def quiet(story: Callable[[Any], Coroutine], seed: int = 0, kind: type[Quiet] = Quiet) -> None:
-    async def scenario() -> None:
-        swarm = kind(seed)
-        await story(swarm)
-        await swarm.session._lanes[0].chain.close()
-        await swarm.close()
-
-    run(scenario())
+@asynccontextmanager
+async def quiet(seed: int = 0, kind: type[Quiet] = Quiet) -> AsyncIterator[Any]:
+    swarm = kind(seed)
+    yield swarm
+    await swarm.session._lanes[0].chain.close()
+    await swarm.close()
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("indices", [[1, 0], [1, 1, 0], [0]])
-def test_rows_that_change_while_a_server_is_dead(index, indices):
+@pytest.mark.parametrize("seed", range(8))  # the hop before hears of both in either order
+async def test_rows_that_change_while_a_server_is_dead(index, indices, seed):
     """The hop before has not heard of the change when it must replay its history to the new one."""
-
-    async def story(swarm: Quiet) -> None:
+    async with quiet(seed) as swarm:
         session = await swarm.started()
         await swarm.extend(session, [1.0, 2.0, 3.0], [7.0, 5.0, 6.0])
         swarm.net.kill(swarm.hops(session)[index])
@@ -271,16 +269,12 @@ def test_rows_that_change_while_a_server_is_dead(index, indices):
         assert session.stats.replayed_tokens == 2
         await swarm.extend(session, *([4.0 + i] for i in range(len(indices))))
 
-    for seed in range(8):  # the hop before hears of both in either order
-        quiet(story, seed)
-
 
 @pytest.mark.parametrize("cut", [2, 4])
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_server_dies_after_a_picture(index, cut):
+async def test_a_server_dies_after_a_picture(index, cut):
     """The first server has all blocks after which something is added, or the second one needs additions too."""
-
-    async def story(swarm: Quiet) -> None:
+    async with quiet() as swarm:
         session = await swarm.started(cut=cut)
         await swarm.extend(session, [1.0, 95.0, 2.0], [99.0, 5.0, 6.0])
         swarm.net.kill(swarm.hops(session)[index])
@@ -288,22 +282,18 @@ def test_a_server_dies_after_a_picture(index, cut):
         assert session.stats.recoveries == 1
         await swarm.extend(session, [5.0, 90.0], [6.0, 7.0])
 
-    quiet(story)
-
 
 @pytest.mark.parametrize("cut", [2, 4])
-def test_servers_that_cannot_reach_each_other_have_a_picture_relayed(cut):
-    async def story(swarm: Quiet) -> None:
+async def test_servers_that_cannot_reach_each_other_have_a_picture_relayed(cut):
+    async with quiet() as swarm:
         swarm.net.walls |= {frozenset((one, other)) for one in ("a", "a2") for other in ("b", "b2")}
         session = await swarm.started(cut=cut)
         await swarm.extend(session, [1.0, 95.0, 2.0], [99.0, 5.0, 6.0])
         assert not swarm.events
 
-    quiet(story)
 
-
-def test_rows_that_begin_alike_are_computed_once_and_survive():
-    async def story(swarm: Quiet) -> None:
+async def test_rows_that_begin_alike_are_computed_once_and_survive():
+    async with quiet() as swarm:
         session = await swarm.started()
         await swarm.extend(session, [1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [1.0, 2.0])
         entries = session._lanes[0].rows.entries.tolist()
@@ -313,11 +303,9 @@ def test_rows_that_begin_alike_are_computed_once_and_survive():
         swarm.net.kill("a")
         await swarm.extend(session, [8.0], [8.0], [8.0], [9.0])
 
-    quiet(story)
 
-
-def test_a_call_that_fails_leaves_the_session_where_it_stood():
-    async def story(swarm: Quiet) -> None:
+async def test_a_call_that_fails_leaves_the_session_where_it_stood():
+    async with quiet() as swarm:
         session = await swarm.started()
         await swarm.extend(session, [1.0, 2.0], [3.0, 4.0])
         for name in ("b", "b2"):
@@ -338,11 +326,9 @@ def test_a_call_that_fails_leaves_the_session_where_it_stood():
         swarm.net.start("b3", Span(3, 6))
         await swarm.extend(session, [5.0], [6.0], [7.0])
 
-    quiet(story)
 
-
-def test_a_session_may_fill_all_positions_of_the_model_and_no_more():
-    async def story(swarm: Quiet) -> None:
+async def test_a_session_may_fill_all_positions_of_the_model_and_no_more():
+    async with quiet() as swarm:
         session = await swarm.started(max_positions=4)
         await swarm.extend(session, [1.0, 2.0, 3.0])
         with pytest.raises(RequestRejected, match="5 positions are more than the model's 4: shorten the prompt"):
@@ -352,11 +338,9 @@ def test_a_session_may_fill_all_positions_of_the_model_and_no_more():
             await swarm.extend(session, [5.0])
         assert session.length == 4
 
-    quiet(story)
 
-
-def test_a_copy_stands_by():
-    async def story(swarm: Quiet) -> None:
+async def test_a_copy_stands_by():
+    async with quiet() as swarm:
         session = await swarm.started(standby=True)
         await swarm.extend(session, [1.0, 2.0], [3.0, 4.0])
         for index in (0, 1, 0):
@@ -373,11 +357,9 @@ def test_a_copy_stands_by():
         assert session.stats.standbys_used == session.stats.recoveries == 3
         assert session.stats.replayed_tokens == 0
 
-    quiet(story)
 
-
-def test_nothing_more_is_read_for_a_copy_that_is_gone():
-    async def story(swarm: Quiet) -> None:
+async def test_nothing_more_is_read_for_a_copy_that_is_gone():
+    async with quiet() as swarm:
         session = await swarm.started(standby=True)
         await swarm.extend(session, [1.0, 2.0])
         await asyncio.sleep(1.0)
@@ -392,16 +374,14 @@ def test_nothing_more_is_read_for_a_copy_that_is_gone():
         assert len(reads) <= len(swarm.hops(session))  # the step that finds out
         assert session.stats.recoveries == 0
 
-    quiet(story)
-
 
 def counted(reads: list[str], name: str, stored: Callable, *arguments: Any) -> Any:
     reads.append(name)
     return stored(*arguments)
 
 
-def test_a_server_that_leaves_hands_over_what_it_has():
-    async def story(swarm: Quiet) -> None:
+async def test_a_server_that_leaves_hands_over_what_it_has():
+    async with quiet() as swarm:
         session = await swarm.started()
         await swarm.extend(session, list(map(float, range(100))))
         for index in (0, 1):
@@ -412,11 +392,9 @@ def test_a_server_that_leaves_hands_over_what_it_has():
         assert (session.stats.moves, session.stats.recoveries) == (2, 0)
         assert session.stats.copied_tokens == 100 + 101
 
-    quiet(story)
 
-
-def test_a_server_that_answers_between_calls_costs_no_memory():
-    async def story(swarm: Quiet) -> None:
+async def test_a_server_that_answers_between_calls_costs_no_memory():
+    async with quiet() as swarm:
         session = await swarm.started()
         await swarm.extend(session, [1.0, 2.0])
         chain = session._lanes[0].chain
@@ -428,5 +406,3 @@ def test_a_server_that_answers_between_calls_costs_no_memory():
         assert 1 < chain._listener._inbox.qsize() < 100
         await swarm.extend(session, [3.0])
         assert not swarm.events  # they may have been late
-
-    quiet(story)

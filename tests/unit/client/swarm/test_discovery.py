@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from swarm_client.core.config import ClientConfig, Timeouts
 from swarm_client.swarm.discovery import Discovery
 from swarm_protocol.dht.records import SwarmView
 from swarm_protocol.errors import NoSwarm
-from tests.unit.support import run, server_record, until
+from tests.unit.support import server_record, until
 
 
 @dataclass
@@ -52,25 +52,21 @@ async def seen(client: Discovery) -> str | None:
     return None if view is None else view.servers[0].peer_id
 
 
-def play(story: Callable[[Discovery, FakeDht, Ways], Coroutine[Any, Any, None]], **timeouts: float) -> None:
-    async def scenario() -> None:
-        first, ways = FakeDht("first"), Ways()
-        client = Discovery(ClientConfig(timeouts=Timeouts(rejoin_after_s=0, **timeouts)), ways.join, first)
-        await story(client, first, ways)
-        await client.close()
-
-    run(scenario())
+@asynccontextmanager
+async def discovery(**timeouts: float) -> AsyncIterator[tuple[Discovery, FakeDht, Ways]]:
+    first, ways = FakeDht("first"), Ways()
+    client = Discovery(ClientConfig(timeouts=Timeouts(rejoin_after_s=0, **timeouts)), ways.join, first)
+    yield client, first, ways
+    await client.close()
 
 
-def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
-    async def story(client: Discovery, _first: FakeDht, _ways: Ways) -> None:
+async def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
+    async with discovery() as (client, _first, _ways):
         assert [await seen(client) for _ in range(3)] == ["first"] * 3
 
-    play(story)
 
-
-def test_who_is_alone_joins_again() -> None:
-    async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
+async def test_who_is_alone_joins_again() -> None:
+    async with discovery() as (client, first, ways):
         first.is_alone = True
         ways.come = [NoSwarm("nobody is there"), FakeDht("second")]
         assert await seen(client) == "first"  # as far as is known
@@ -78,11 +74,9 @@ def test_who_is_alone_joins_again() -> None:
         await until(lambda: first.closed)
         assert await seen(client) == "second"
 
-    play(story)
 
-
-def test_a_daemon_that_has_ended_is_replaced_with_a_warning(caplog) -> None:
-    async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
+async def test_a_daemon_that_has_ended_is_replaced_with_a_warning(caplog) -> None:
+    async with discovery() as (client, first, ways):
         first.is_alive = False
         ways.come = [FakeDht("second")]
         with caplog.at_level(logging.WARNING):
@@ -91,11 +85,10 @@ def test_a_daemon_that_has_ended_is_replaced_with_a_warning(caplog) -> None:
             "the libp2p daemon of this client has ended; joining the swarm again"
         ]
 
-    play(story)
 
+async def test_a_dht_that_cannot_be_read_is_left() -> None:
+    async with discovery() as (client, first, ways):
 
-def test_a_dht_that_cannot_be_read_is_left() -> None:
-    async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
         async def fail(*_what: object) -> SwarmView:
             raise ConnectionResetError
 
@@ -104,11 +97,9 @@ def test_a_dht_that_cannot_be_read_is_left() -> None:
         assert await seen(client) is None
         assert await seen(client) == "second"
 
-    play(story)
 
-
-def test_nobody_waits_long_for_those_who_do_not_answer() -> None:
-    async def story(client: Discovery, first: FakeDht, ways: Ways) -> None:
+async def test_nobody_waits_long_for_those_who_do_not_answer() -> None:
+    async with discovery(rejoin_s=0.01) as (client, first, ways):
         first.is_alone, answer = True, asyncio.Event()
         ways.come = [answer, FakeDht("second")]
         assert [await seen(client) for _ in range(3)] == ["first"] * 3  # one attempt at a time
@@ -118,5 +109,3 @@ def test_nobody_waits_long_for_those_who_do_not_answer() -> None:
             return await seen(client) == "second"
 
         await until(arrived)
-
-    play(story, rejoin_s=0.01)

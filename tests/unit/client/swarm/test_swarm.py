@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,25 +81,15 @@ class FakeNet:
         ]
 
 
-def play(
-    net: FakeNet, story: Callable[[Swarm], Coroutine[Any, Any, None]], *, virtually: bool = False, **options: Any
-) -> None:
-    """Run the story with a client of the network.
-
-    Args:
-        virtually: waits take no time.
-        options: of the client's config.
-    """
-
-    async def scenario() -> None:
-        config = ClientConfig(wait_timeout_s=0, **options)
-        swarm = Swarm(config, "model", "revision", 8, dht=net, connect=net.connect)
-        try:
-            await story(swarm)
-        finally:
-            await swarm.close()
-
-    (run_virtually if virtually else run)(scenario())
+@asynccontextmanager
+async def client_of(net: FakeNet, **options: Any) -> AsyncIterator[Swarm]:
+    """A client of the network; ``options``: of its config."""
+    config = ClientConfig(wait_timeout_s=0, **options)
+    swarm = Swarm(config, "model", "revision", 8, dht=net, connect=net.connect)
+    try:
+        yield swarm
+    finally:
+        await swarm.close()
 
 
 def servers(*spans: tuple[str, str], **fields: Any) -> list[ServerRecord]:
@@ -112,32 +103,26 @@ def names(chain: Route) -> list[str]:
     return [hop.server.peer_id for hop in chain]
 
 
-def test_the_nearest_server_is_found_by_measuring() -> None:
+async def test_the_nearest_server_is_found_by_measuring() -> None:
     net = FakeNet(servers(("far", "0:8"), ("near", "0:8")), rtts_s={"far": 0.5, "near": 0.01})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["near"]
 
-    play(net, story)
 
-
+@pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize("fate", ["dead", "silent"])
-def test_a_ghost_is_never_in_a_chain(fate: str) -> None:
+async def test_a_ghost_is_never_in_a_chain(fate: str) -> None:
     """The DHT still has its record, and it would be the best by far."""
     net = FakeNet([*servers(("ghost", "0:8"), tokens_per_s=1e6), *servers(("slow", "0:8"))])
     getattr(net, fate).add("ghost")
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         for _ in range(3):
             assert names(await swarm.chain(Span(0, 8), NEED)) == ["slow"]
 
-    play(net, story, virtually=True)
 
-
-def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> None:
+async def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> None:
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.01, "b": 0.2})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
         net.dead.add("a")
         swarm.failed(PeerUnavailable("it broke", "a", Span(0, 8)))
@@ -152,61 +137,46 @@ def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() -> Non
         swarm._last_chains.clear()
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
 
-    play(net, story)
 
-
-def test_a_client_that_no_server_accepts_hears_it_at_once_and_asks_nobody_twice() -> None:
+async def test_a_client_that_no_server_accepts_hears_it_at_once_and_asks_nobody_twice() -> None:
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), denying={"a", "b"})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         for _ in range(3):
             with pytest.raises(AccessDenied, match="takes only members"):
                 await swarm.chain(Span(0, 8), NEED, timeout_s=1000)
-
-    play(net, story)
     assert sorted(net.pinged) == ["a", "b"]
 
 
-def test_servers_that_do_not_accept_a_client_are_passed_over() -> None:
+async def test_servers_that_do_not_accept_a_client_are_passed_over() -> None:
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8"), tokens_per_s=10.0), denying={"a"})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         for _ in range(3):
             assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
-
-    play(net, story)
     assert net.pinged.count("a") == 1
 
 
-def test_an_expired_record_is_no_server() -> None:
+async def test_an_expired_record_is_no_server() -> None:
     """The DHT could not be read for long."""
     old = [replace(record, expires_at=time.time() - 1) for record in servers(("a", "0:8"))]
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(FakeNet(old)) as swarm:
         with pytest.raises(NoRoute, match=r"no server holds blocks 0:8 \(left out: 1 server not heard from recently\)"):
             await swarm.chain(Span(0, 8), NEED)
 
-    play(FakeNet(old), story)
 
-
-def test_only_the_part_in_use_is_read() -> None:
+async def test_only_the_part_in_use_is_read() -> None:
     net = FakeNet(servers(("a", "0:8")))
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         await swarm.chain(Span(2, 4), NEED)
         await swarm.chain(Span(3, 4), NEED)
         assert net.parts == [Span(2, 4)]
         await swarm.chains(Span(3, 6), [10])
         assert net.parts == [Span(2, 4), Span(2, 6)]
 
-    play(net, story)
 
-
-def test_a_chain_is_kept_for_the_next_session() -> None:
+async def test_a_chain_is_kept_for_the_next_session() -> None:
     """Where the same prompt has been computed before; passes of training go where it is fastest."""
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.010, "b": 0.011})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
         net.records = [*servers(("b", "0:8"), tokens_per_s=10.5), *servers(("a", "0:8"))]
         await swarm.view(0)
@@ -216,41 +186,34 @@ def test_a_chain_is_kept_for_the_next_session() -> None:
         await swarm.view(0)
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
 
-    play(net, story)
-
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [({"allowed_servers": ("…slow",)}, "peerslow"), ({"blocked_servers": ("peerfast",)}, "peerslow"), ({}, "peerfast")],
 )
-def test_lists_of_servers_are_obeyed(options: dict[str, Any], expected: str) -> None:
+async def test_lists_of_servers_are_obeyed(options: dict[str, Any], expected: str) -> None:
     net = FakeNet([*servers(("peerfast", "0:8"), tokens_per_s=100.0), *servers(("peerslow", "0:8"))])
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net, **options) as swarm:
         assert names(await swarm.chain(Span(0, 8), NEED)) == [expected]
         assert expected in net.pinged and (len(net.pinged) == 1) is bool(options)  # who is not to be used is not asked
 
-    play(net, story, **options)
 
-
-def test_a_large_swarm_is_not_asked_as_a_whole() -> None:
+async def test_a_large_swarm_is_not_asked_as_a_whole() -> None:
     """The best of a thousand unknown servers cannot be found at once; a good one can."""
     many = servers(*((f"s{number:04}", "0:8") for number in range(1000)))
     net = FakeNet(many, rtts_s={f"s{number:04}": 0.001 * (1 + number) for number in range(1000)})
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         (chosen,) = names(await swarm.chain(Span(0, 8), NEED))
         assert len(set(net.pinged)) < 150
         assert net.rtts_s[chosen] == min(net.rtts_s[name] for name in set(net.pinged))
 
-    play(net, story)
-
 
 def joins(net: FakeNet, **options: Any) -> None:
-    async def story(swarm: Swarm) -> None:
-        await swarm.connect()
+    async def connect() -> None:
+        async with client_of(net, **options) as swarm:
+            await swarm.connect()
 
-    play(net, story, **options)
+    run(connect())
 
 
 def test_what_was_asked_for_by_name_is_missed_at_once() -> None:
@@ -295,10 +258,9 @@ class SlowNet(FakeNet):
         return await super().connect(record, timeout_s)
 
 
-def test_those_who_wait_for_a_reading_share_the_next_one() -> None:
+async def test_those_who_wait_for_a_reading_share_the_next_one() -> None:
     net = SlowNet(servers(("a", "0:8")))
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         first = asyncio.ensure_future(swarm.view(0.0))
         while not net.num_reads:
             await asyncio.sleep(0)
@@ -307,14 +269,11 @@ def test_those_who_wait_for_a_reading_share_the_next_one() -> None:
         await first
         assert net.num_reads == 2 and all(len(view.servers) == 2 for view in views)
 
-    play(net, story)
-
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_those_who_need_a_connection_at_once_share_it_or_its_failure(is_dead: bool) -> None:
+async def test_those_who_need_a_connection_at_once_share_it_or_its_failure(is_dead: bool) -> None:
     net = SlowNet(servers(("a", "0:8")), dead={"a"} if is_dead else set())
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         found = await asyncio.gather(*(swarm.server(net.records[0]) for _ in range(20)), return_exceptions=True)
         assert net.num_connects == 1
         if is_dead:
@@ -324,13 +283,10 @@ def test_those_who_need_a_connection_at_once_share_it_or_its_failure(is_dead: bo
         else:
             assert all(each is found[0] for each in found)
 
-    play(net, story)
 
-
-def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
+async def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
     net = SlowNet(servers(("a", "0:8")))
-
-    async def story(swarm: Swarm) -> None:
+    async with client_of(net) as swarm:
         waiting = asyncio.ensure_future(swarm.server(net.records[0]))
         while not net.num_connects:
             await asyncio.sleep(0)
@@ -338,14 +294,12 @@ def test_who_waits_for_a_connection_when_all_are_closed_hears_of_it() -> None:
         with pytest.raises(PeerUnavailable, match="the connection was closed"):
             await waiting
 
-    play(net, story)
 
-
-def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
+async def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
     blocks = Span(0, 8)
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.001, "b": 0.05})
+    async with client_of(net) as swarm:
 
-    async def story(swarm: Swarm) -> None:
         async def chosen(*pages: bytes) -> list[str]:
             return [hop.server.peer_id for hop in await swarm.chain(blocks, 8, prompt_pages=pages)]
 
@@ -354,5 +308,3 @@ def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
         assert await chosen(b"one", b"end") == ["b"]
         swarm.failed(PeerUnavailable("it is gone", "b", blocks))
         assert await chosen(b"one", b"end") == ["a"]
-
-    play(net, story)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -35,27 +36,23 @@ class Scene:
         return await self.directory.following(prefixes)
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
-    async def playing() -> None:
-        scene = Scene()
-        await scenario(scene)
-        scene.directory.close()
-
-    asyncio.run(playing())
+@contextmanager
+def played() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.directory.close()
 
 
-def test_what_was_read_a_short_while_ago_is_not_read_again() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_was_read_a_short_while_ago_is_not_read_again() -> None:
+    with played() as scene:
         assert await scene.following((0,), (1,)) == {(0,): {1, 2}, (1,): set()}
         scene.now = 9.0
         await scene.following((0,), (1,))
         assert sorted(scene.board.reads) == [(0,), (1,)]
 
-    play(scenario)
 
-
-def test_what_is_older_is_used_while_it_is_read_again() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_is_older_is_used_while_it_is_read_again() -> None:
+    with played() as scene:
         await scene.following((0,))
         scene.board.records[(0,)] = {holder("a"): {3}}
         scene.now = 11.0
@@ -63,11 +60,9 @@ def test_what_is_older_is_used_while_it_is_read_again() -> None:
         await asyncio.sleep(0)  # the refresh has its turn
         assert await scene.following((0,)) == {(0,): {3}}
 
-    play(scenario)
 
-
-def test_what_is_very_old_is_waited_for() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_is_very_old_is_waited_for() -> None:
+    with played() as scene:
         await scene.following((0,))
         scene.board.records[(0,)] = {holder("a"): {3}}
         scene.now = 61.0
@@ -77,11 +72,9 @@ def test_what_is_very_old_is_waited_for() -> None:
         with pytest.raises(PeerUnavailable):
             await scene.following((0,))
 
-    play(scenario)
 
-
-def test_what_is_forgotten_is_read_again_before_it_is_used() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_is_forgotten_is_read_again_before_it_is_used() -> None:
+    with played() as scene:
         await scene.following((0,))
         scene.board.records[(0,)] = {holder("a"): {3}}
         scene.directory.forget()
@@ -89,11 +82,9 @@ def test_what_is_forgotten_is_read_again_before_it_is_used() -> None:
         assert await scene.following((0,)) == {(0,): {3}}
         assert scene.directory.holder((0, 3)) == holder("a")
 
-    play(scenario)
 
-
-def test_a_refresh_that_fails_does_no_harm() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_a_refresh_that_fails_does_no_harm() -> None:
+    with played() as scene:
         await scene.following((0,))
         scene.board.is_down = True
         scene.now = 11.0
@@ -101,11 +92,9 @@ def test_a_refresh_that_fails_does_no_harm() -> None:
         await asyncio.sleep(0)
         assert await scene.following((0,)) == {(0,): {1, 2}}
 
-    play(scenario)
 
-
-def test_servers_that_failed_are_left_out_longer_each_time_until_they_answer() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_servers_that_failed_are_left_out_longer_each_time_until_they_answer() -> None:
+    with played() as scene:
         await scene.following((0,))
         a, b = holder("a"), holder("b")
         assert scene.directory.holder((0, 2)) == a
@@ -124,17 +113,13 @@ def test_servers_that_failed_are_left_out_longer_each_time_until_they_answer() -
         scene.now = 12.0
         assert scene.directory.holder((0, 1)) == a
 
-    play(scenario)
 
-
-def test_one_expert_can_be_left_out_without_the_others_of_its_server() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_one_expert_can_be_left_out_without_the_others_of_its_server() -> None:
+    with played() as scene:
         await scene.following((0,))
         scene.directory.failed(holder("a"), (0, 1))
         assert await scene.following((0,)) == {(0,): {2}}
         assert scene.directory.holder((0, 2)) == holder("a")
-
-    play(scenario)
 
 
 def test_records_are_read_as_they_were_written() -> None:
@@ -173,8 +158,8 @@ async def test_in_a_private_swarm_servers_that_are_no_members_are_not_believed()
     assert [owner.peer_id for owner, _ in registry._valid(records, 4)] == [member.peer_id]
 
 
-def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() -> None:
+    with played() as scene:
         await scene.following((0,))
         first = scene.directory.holder((0, 2))
         assert first is not None
@@ -188,5 +173,3 @@ def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() 
         assert scene.directory.holder((0, 2), failures) is None
         found = await scene.directory.following([(0,)], failures)
         assert 2 not in found[(0,)] and (1 in found[(0,)]) == (first.peer_id == holder("b").peer_id)
-
-    play(scenario)

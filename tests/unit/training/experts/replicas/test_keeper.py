@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -49,23 +50,21 @@ class Scene:
             self.board.records.setdefault((x,), {}).setdefault(holder(identity(number).peer_id), set()).add(y)
 
 
-def play(scenario: Callable[[Scene], Awaitable[None]], config: ExpertServerConfig = CONFIG) -> None:
-    async def playing() -> None:
-        board, certificate = MemoryBoard(), Certificate.generate()
-        scene = Scene(Keeper(config, board, lambda: scene.now), board, holder("nobody"))
-        host = ExpertHost(config)
-        server, port = await start_service(host, scene.keeper, certificate, "127.0.0.1", 0, None)
-        scene.address = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
-        scene.announce(1, CELL, OTHER)
-        try:
-            await asyncio.wait_for(scenario(scene), 60)
-        finally:
-            for calls in scene.calls.values():
-                await calls.close()
-            await server.stop(None)
-            host.pool.close()
-
-    asyncio.run(playing())
+@asynccontextmanager
+async def played(config: ExpertServerConfig = CONFIG) -> AsyncIterator[Scene]:
+    board, certificate = MemoryBoard(), Certificate.generate()
+    scene = Scene(Keeper(config, board, lambda: scene.now), board, holder("nobody"))
+    host = ExpertHost(config)
+    server, port = await start_service(host, scene.keeper, certificate, "127.0.0.1", 0, None)
+    scene.address = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
+    scene.announce(1, CELL, OTHER)
+    try:
+        yield scene
+    finally:
+        for calls in scene.calls.values():
+            await calls.close()
+        await server.stop(None)
+        host.pool.close()
 
 
 def some(num_steps: int, size: int = 1000, cell: tuple[int, ...] = CELL) -> tuple[Replica, bytes]:
@@ -73,8 +72,8 @@ def some(num_steps: int, size: int = 1000, cell: tuple[int, ...] = CELL) -> tupl
     return Replica.of(cell, num_steps, data), data
 
 
-def test_what_is_sent_is_listed_and_fetched_in_parts() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_what_is_sent_is_listed_and_fetched_in_parts() -> None:
+    async with played() as scene:
         replica, data = some(7, (1 << 20) + 5)
         await scene.send(1, replica, data)
         assert await scene.caller(2).listed(scene.address) == [replica]
@@ -86,11 +85,9 @@ def test_what_is_sent_is_listed_and_fetched_in_parts() -> None:
         with pytest.raises(PeerMoved, match="replicas here are of demo, and not of other"):
             await scene.caller(3, "other").listed(scene.address)
 
-    play(scenario)
 
-
-def test_only_who_has_the_expert_may_replace_its_replica() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_only_who_has_the_expert_may_replace_its_replica() -> None:
+    async with played() as scene:
         with pytest.raises(RequestRejected, match=r"demo\.1\.2 is not announced by this server"):
             await scene.send(2, *some(7))
         await scene.send(1, *some(7))
@@ -106,21 +103,17 @@ def test_only_who_has_the_expert_may_replace_its_replica() -> None:
         await scene.send(2, *some(9))
         assert [replica.num_steps for replica in scene.keeper.replicas] == [9]
 
-    play(scenario)
 
-
-def test_an_old_replica_gives_way_once_nobody_renews_it() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_an_old_replica_gives_way_once_nobody_renews_it() -> None:
+    async with played() as scene:
         await scene.send(1, *some(1000))
         scene.now = keeping.STALE_S + 1
         await scene.send(1, *some(3))
         assert [replica.num_steps for replica in scene.keeper.replicas] == [3]
 
-    play(scenario)
 
-
-def test_one_sender_has_half_of_the_room_and_all_together_no_more_than_it() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_one_sender_has_half_of_the_room_and_all_together_no_more_than_it() -> None:
+    async with played() as scene:
         half = ROOM // 2
         await scene.send(1, *some(1, half))
         with pytest.raises(PeerBusy, match="one server may use half of 3145728"):
@@ -137,26 +130,20 @@ def test_one_sender_has_half_of_the_room_and_all_together_no_more_than_it() -> N
         await scene.send(4, *some(1, 100, (0, 0)))
         assert {replica.cell for replica in scene.keeper.replicas} == {(0, 0), (2, 0), (3, 0)}
 
-    play(scenario)
 
-
-def test_the_number_of_replicas_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_the_number_of_replicas_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MAX_REPLICAS", 1)
+    async with played() as scene:
         await scene.send(1, *some(1))
         with pytest.raises(PeerBusy, match="no room"):
             await scene.send(1, *some(1, cell=OTHER))
         await scene.send(1, *some(2))
 
-    monkeypatch.setattr(keeping, "MAX_REPLICAS", 1)
-    play(scenario)
 
-
-def test_who_keeps_nothing_refuses() -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_who_keeps_nothing_refuses() -> None:
+    async with played(replace(CONFIG, replica_bytes=0)) as scene:
         with pytest.raises(PeerBusy, match="half of 0"):
             await scene.send(1, *some(1))
-
-    play(scenario, replace(CONFIG, replica_bytes=0))
 
 
 @pytest.mark.parametrize(
@@ -172,8 +159,8 @@ def test_who_keeps_nothing_refuses() -> None:
         ({"digest": b"0" * 32}, "not the 1000 bytes with its SHA-256"),
     ],
 )
-def test_replicas_that_are_not_what_they_say_are_refused(changed: dict[str, object], message: str) -> None:
-    async def scenario(scene: Scene) -> None:
+async def test_replicas_that_are_not_what_they_say_are_refused(changed: dict[str, object], message: str) -> None:
+    async with played() as scene:
         await scene.send(1, *some(5))
         replica, data = some(6)
         with pytest.raises(RequestRejected, match=message):
@@ -181,22 +168,12 @@ def test_replicas_that_are_not_what_they_say_are_refused(changed: dict[str, obje
         assert [each.num_steps for each in scene.keeper.replicas] == [5]
         await scene.send(1, replica, data)  # nothing of it was left behind
 
-    play(scenario)
 
-
-def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*messages: pb.KeepReplicaRequest) -> AsyncIterator[pb.KeepReplicaRequest]:
         for message in messages:
             yield message
         await asyncio.Event().wait()
-
-    async def scenario(scene: Scene) -> None:
-        replica, data = some(6, ROOM // 2)
-        with monkeypatch.context() as patched:
-            patched.setattr(keeping, "_FIRST_S", 0.05)
-            patched.setattr(keeping, "most_seconds", lambda size: 0.05)
-            await given_up(scene, replica, data)
-        await scene.send(1, replica, data)
 
     async def given_up(scene: Scene, replica: Replica, data: bytes) -> None:
         first = pb.KeepReplicaRequest(name="demo", replica=replica.to_proto(), data=data[:10])
@@ -212,15 +189,19 @@ def test_a_sender_that_stops_is_given_up_and_its_room_is_free_again(monkeypatch:
         with pytest.raises(TimeoutError):
             await keeping_on
 
-    play(scenario)
+    async with played() as scene:
+        replica, data = some(6, ROOM // 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(keeping, "_FIRST_S", 0.05)
+            patched.setattr(keeping, "most_seconds", lambda size: 0.05)
+            await given_up(scene, replica, data)
+        await scene.send(1, replica, data)
 
 
-def test_a_call_that_begins_with_data_is_refused() -> None:
+async def test_a_call_that_begins_with_data_is_refused() -> None:
     async def begins_wrongly() -> AsyncIterator[pb.KeepReplicaRequest]:
         yield pb.KeepReplicaRequest(data=b"1")
 
-    async def scenario(scene: Scene) -> None:
+    async with played() as scene:
         with pytest.raises(RequestRejected, match="begins with its description"):
             await scene.keeper.keep(identity(1).peer_id, begins_wrongly())
-
-    play(scenario)

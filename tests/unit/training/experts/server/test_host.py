@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -30,35 +31,30 @@ CELL = (1, 2)
 ROWS = torch.arange(12.0).view(3, HIDDEN)
 
 
-def play(scenario: Callable[[GrpcCalls, ExpertHolder, ExpertHost], Awaitable[None]]) -> None:
-    async def playing() -> None:
-        config = ExpertServerConfig("demo", HIDDEN, grid=(4, 4))
-        host = ExpertHost(config)
-        torch.manual_seed(0)
-        host.experts[CELL] = Expert(build("linear", HIDDEN), 0.0, 1.0)
-        certificate = Certificate.generate()
-        running = asyncio.ensure_future(host.pool.run())
-        server, port = await start_service(host, Keeper(config, MemoryBoard()), certificate, "127.0.0.1", 0, None)
-        calls = GrpcCalls(ClientCredentials(identity(1)))
-        try:
-            holder = ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint)
-            await asyncio.wait_for(scenario(calls, holder, host), 60)
-        finally:
-            await calls.close()
-            await server.stop(None)
-            running.cancel()
-            host.pool.close()
-
-    asyncio.run(playing())
+@asynccontextmanager
+async def running_host() -> AsyncIterator[tuple[GrpcCalls, ExpertHolder, ExpertHost]]:
+    config = ExpertServerConfig("demo", HIDDEN, grid=(4, 4))
+    host = ExpertHost(config)
+    torch.manual_seed(0)
+    host.experts[CELL] = Expert(build("linear", HIDDEN), 0.0, 1.0)
+    certificate = Certificate.generate()
+    running = asyncio.ensure_future(host.pool.run())
+    server, port = await start_service(host, Keeper(config, MemoryBoard()), certificate, "127.0.0.1", 0, None)
+    calls = GrpcCalls(ClientCredentials(identity(1)))
+    try:
+        yield calls, ExpertHolder(identity(0).peer_id, f"127.0.0.1:{port}", certificate.fingerprint), host
+    finally:
+        await calls.close()
+        await server.stop(None)
+        running.cancel()
+        host.pool.close()
 
 
-def test_calls_give_what_the_expert_computes() -> None:
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+async def test_calls_give_what_the_expert_computes() -> None:
+    async with running_host() as (calls, holder, host):
         module = host.experts[CELL].module
         assert torch.equal(await calls.forward(holder, "demo", CELL, ROWS), module(ROWS))
         assert torch.equal(await calls.backward(holder, "demo", CELL, ROWS, ROWS), ROWS @ module.weight)
-
-    play(scenario)
 
 
 def tensor(values: torch.Tensor, **changed: object) -> swarm_pb2.Tensor:
@@ -87,45 +83,38 @@ def tensor(values: torch.Tensor, **changed: object) -> swarm_pb2.Tensor:
         ({"inputs": swarm_pb2.Tensor()}, RequestRejected, "dtype 0 is unknown"),
     ],
 )
-def test_requests_that_are_wrong_are_refused(changed: dict[str, object], kind: type[SwarmError], message: str) -> None:
+async def test_requests_that_are_wrong_are_refused(
+    changed: dict[str, object], kind: type[SwarmError], message: str
+) -> None:
     request = pb.ForwardRequest(name="demo", cell=CELL, inputs=tensor(ROWS))
     for name, value in changed.items():
         request.ClearField(name)
         request.MergeFrom(pb.ForwardRequest(**{name: value}))
-
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+    async with running_host() as (calls, holder, _host):
         with pytest.raises(kind, match=message):
             await calls.send_forward(holder, request)
         assert len(await calls.forward(holder, "demo", CELL, ROWS)) == 3  # the server goes on
 
-    play(scenario)
 
-
-def test_gradients_of_another_number_of_rows_are_refused() -> None:
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+async def test_gradients_of_another_number_of_rows_are_refused() -> None:
+    async with running_host() as (calls, holder, _host):
         with pytest.raises(RequestRejected, match="3 rows of inputs and 2 of gradients"):
             await calls.backward(holder, "demo", CELL, ROWS, ROWS[:2])
 
-    play(scenario)
 
-
-def test_a_message_beyond_all_limits_is_refused() -> None:
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+async def test_a_message_beyond_all_limits_is_refused() -> None:
+    async with running_host() as (calls, holder, _host):
         request = pb.ForwardRequest(name="x" * (3 << 20))
         with pytest.raises(PeerBusy, match="larger than max"):
             await calls.send_forward(holder, request)
 
-    play(scenario)
 
-
-def test_who_shows_another_certificate_is_not_called() -> None:
-    async def scenario(calls: GrpcCalls, holder: ExpertHolder, host: ExpertHost) -> None:
+async def test_who_shows_another_certificate_is_not_called() -> None:
+    async with running_host() as (calls, holder, _host):
         with pytest.raises(PeerUnavailable, match="another TLS certificate than its record promises"):
             await calls.forward(replace(holder, tls_fingerprint=b"\0" * 32), "demo", CELL, ROWS)
         with pytest.raises(PeerUnavailable, match="no server answers at 'nowhere'"):
             await calls.forward(replace(holder, address="nowhere"), "demo", CELL, ROWS)
-
-    play(scenario)
 
 
 class Liar:

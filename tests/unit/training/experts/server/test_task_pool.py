@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -30,26 +31,24 @@ class Computing:
         return sum(tensors)
 
 
-def play(scenario: Callable[[TaskPool, Computing], Awaitable[None]], max_batch_rows: int = 100) -> None:
-    async def playing() -> None:
-        computing = Computing()
-        pool = TaskPool(computing, window_s=0.05, max_batch_rows=max_batch_rows, max_queued_rows=20)
-        running = asyncio.ensure_future(pool.run())
-        try:
-            await asyncio.wait_for(scenario(pool, computing), 30)
-        finally:
-            running.cancel()
-            pool.close()
-
-    asyncio.run(playing())
+@asynccontextmanager
+async def running_pool(max_batch_rows: int = 100) -> AsyncIterator[tuple[TaskPool, Computing]]:
+    computing = Computing()
+    pool = TaskPool(computing, window_s=0.05, max_batch_rows=max_batch_rows, max_queued_rows=20)
+    running = asyncio.ensure_future(pool.run())
+    try:
+        yield pool, computing
+    finally:
+        running.cancel()
+        pool.close()
 
 
 def rows(value: float, count: int = 2) -> torch.Tensor:
     return torch.full((count, 3), value)
 
 
-def test_requests_that_come_together_are_one_batch_and_each_gets_its_rows() -> None:
-    async def scenario(pool: TaskPool, computing: Computing) -> None:
+async def test_requests_that_come_together_are_one_batch_and_each_gets_its_rows() -> None:
+    async with running_pool() as (pool, computing):
         results = await asyncio.gather(
             pool.submit("a", FORWARD, rows(1)),
             pool.submit("b", BACKWARD, rows(1), rows(5)),
@@ -58,31 +57,25 @@ def test_requests_that_come_together_are_one_batch_and_each_gets_its_rows() -> N
         assert [result.tolist() for result in results] == [rows(1).tolist(), rows(6).tolist(), rows(2, 3).tolist()]
         assert computing.batches == [(FORWARD, 5), (BACKWARD, 2)]
 
-    play(scenario)
 
-
-def test_a_request_that_is_refused_does_not_spoil_those_beside_it() -> None:
-    async def scenario(pool: TaskPool, computing: Computing) -> None:
+async def test_a_request_that_is_refused_does_not_spoil_those_beside_it() -> None:
+    async with running_pool() as (pool, _computing):
         good, bad, other = await asyncio.gather(
             *(pool.submit(caller, FORWARD, rows(value)) for caller, value in (("a", 1), ("b", 13), ("c", 2))),
             return_exceptions=True,
         )
         assert torch.equal(good, rows(1)) and torch.equal(other, rows(2)) and isinstance(bad, RequestRejected)
 
-    play(scenario)
 
-
-def test_a_module_that_breaks_is_an_error_and_the_pool_goes_on() -> None:
-    async def scenario(pool: TaskPool, computing: Computing) -> None:
+async def test_a_module_that_breaks_is_an_error_and_the_pool_goes_on() -> None:
+    async with running_pool() as (pool, _computing):
         with pytest.raises(PeerError, match="the expert failed: KeyError"):
             await pool.submit("a", FORWARD, rows(14))
         assert torch.equal(await pool.submit("a", FORWARD, rows(1)), rows(1))
 
-    play(scenario)
 
-
-def test_what_does_not_fit_in_the_queue_is_refused_and_one_caller_may_have_half() -> None:
-    async def scenario(pool: TaskPool, computing: Computing) -> None:
+async def test_what_does_not_fit_in_the_queue_is_refused_and_one_caller_may_have_half() -> None:
+    async with running_pool() as (pool, _computing):
         waiting = [asyncio.ensure_future(pool.submit("a", FORWARD, rows(1, 6)))]
         await asyncio.sleep(0)
         with pytest.raises(PeerBusy, match="6 of 20 wait, 6 of them of this client, which may have half"):
@@ -94,15 +87,11 @@ def test_what_does_not_fit_in_the_queue_is_refused_and_one_caller_may_have_half(
         await asyncio.gather(*waiting)
         assert len(await pool.submit("a", FORWARD, rows(1, 10))) == 10
 
-    play(scenario)
 
-
-def test_callers_that_are_gone_are_not_computed() -> None:
-    async def scenario(pool: TaskPool, computing: Computing) -> None:
+async def test_callers_that_are_gone_are_not_computed() -> None:
+    async with running_pool() as (pool, computing):
         gone = asyncio.ensure_future(pool.submit("a", FORWARD, rows(1)))
         await asyncio.sleep(0)
         gone.cancel()
         await pool.submit("b", FORWARD, rows(2, 3))
         assert computing.batches == [(FORWARD, 3)]
-
-    play(scenario)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,22 +102,15 @@ class Court:
         return await self.audits.accuse(self.mate[0], asked, answer, evidence, TIMEOUT_S)
 
 
-def with_court(scenario: Callable[[Court], Awaitable[None]], accused: ToyStage, form: str = "fp32") -> None:
-    async def run() -> None:
-        async with AsyncExitStack() as life:
-            network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
-            life.push_async_callback(network.close)
-            stages = StagesClient(network, RUN, WireForms(form, form))
-            mate = ToyStage(accused.index, accused.num_stages)
-            court = Court(
-                stages,
-                AuditClient(network, stages),
-                await life.enter_async_context(serving(ACCUSED, accused)),
-                await life.enter_async_context(serving(MATE, mate)),
-            )
-            await scenario(court)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def court_of(accused: ToyStage, form: str = "fp32") -> AsyncIterator[Court]:
+    network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
+    stages, mate = StagesClient(network, RUN, WireForms(form, form)), ToyStage(accused.index, accused.num_stages)
+    try:
+        async with serving(ACCUSED, accused) as first, serving(MATE, mate) as second:
+            yield Court(stages, AuditClient(network, stages), first, second)
+    finally:
+        await network.close()
 
 
 def asked_of(stage: int, moment: Moment = START) -> StageRequest:
@@ -139,8 +131,9 @@ def asked_of(stage: int, moment: Moment = START) -> StageRequest:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stage", range(3))
-def test_a_lie_is_found_in_what_was_signed_and_the_truth_is_no_lie(stage: int, form: str) -> None:
-    async def scenario(court: Court, is_lie: bool) -> None:
+@pytest.mark.parametrize("is_lie", [True, False])
+async def test_a_lie_is_found_in_what_was_signed_and_the_truth_is_no_lie(is_lie: bool, stage: int, form: str) -> None:
+    async with court_of((Liar if is_lie else ToyStage)(stage, 3), form) as court:
         asked = asked_of(stage)
         answer = await court.answer(asked)
         evidence = await court.attest(asked, answer)
@@ -150,26 +143,21 @@ def test_a_lie_is_found_in_what_was_signed_and_the_truth_is_no_lie(stage: int, f
         assert court.mate[1].excluded == ({court.accused[0].peer_id} if is_lie else set())
         assert await court.accuse(asked, answer, evidence) == is_lie
 
-    with_court(lambda court: scenario(court, True), Liar(stage, 3), form)
-    with_court(lambda court: scenario(court, False), ToyStage(stage, 3), form)
 
-
-def test_a_forward_pass_is_signed_too() -> None:
+async def test_a_forward_pass_is_signed_too() -> None:
     class Noisy(ToyStage):
         def forward(self, inputs: Tensor, labels: Tensor | None = None, keeps: bool = True) -> Any:
             found = super().forward(inputs, labels, keeps)
             return replace(found, hidden=found.hidden + 0.5)
 
-    async def scenario(court: Court) -> None:
+    async with court_of(Noisy(0, 3)) as court:
         asked = StageRequest(MicroBatch(0, START, 3), tokens(0, 3))
         answer = await court.answer(asked)
         assert await court.accuse(asked, answer, await court.attest(asked, answer))
 
-    with_court(scenario, Noisy(0, 3))
 
-
-def test_evidence_that_was_changed_convicts_nobody() -> None:
-    async def scenario(court: Court) -> None:
+async def test_evidence_that_was_changed_convicts_nobody() -> None:
+    async with court_of(ToyStage(1, 3)) as court:
         asked = asked_of(1)
         answer = await court.answer(asked)
         evidence = await court.attest(asked, answer)
@@ -192,11 +180,9 @@ def test_evidence_that_was_changed_convicts_nobody() -> None:
             await court.attest(asked, other)
         assert not court.mate[1].excluded
 
-    with_court(scenario, ToyStage(1, 3))
 
-
-def test_who_has_moved_on_judges_nobody() -> None:
-    async def scenario(court: Court) -> None:
+async def test_who_has_moved_on_judges_nobody() -> None:
+    async with court_of(Liar(1, 3)) as court:
         asked = asked_of(1)
         answer = await court.answer(asked)
         evidence = await court.attest(asked, answer)
@@ -205,11 +191,9 @@ def test_who_has_moved_on_judges_nobody() -> None:
             await court.accuse(asked, answer, evidence)
         assert not court.mate[1].excluded
 
-    with_court(scenario, Liar(1, 3))
 
-
-def test_a_peer_signs_only_what_it_has_answered() -> None:
-    async def scenario(court: Court) -> None:
+async def test_a_peer_signs_only_what_it_has_answered() -> None:
+    async with court_of(ToyStage(1, 3)) as court:
         asked = asked_of(1)
         with pytest.raises(PeerMoved, match="nothing is known"):
             await court.attest(asked, StageAnswer())
@@ -220,8 +204,6 @@ def test_a_peer_signs_only_what_it_has_answered() -> None:
         assert not court.accused[1].host.pending
         with pytest.raises(PeerMoved, match="is pending"):
             await court.attest(asked, answer)
-
-    with_court(scenario, ToyStage(1, 3))
 
 
 def test_a_statement_of_other_lengths_is_none() -> None:

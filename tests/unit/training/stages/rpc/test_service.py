@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -47,17 +48,17 @@ TIMEOUT_S = 30.0
 Scenario = Callable[[StagesClient, Progress, ToyHost], Awaitable[None]]
 
 
-def with_peer(scenario: Scenario, host: ToyHost, form: str = "fp32", **how: Any) -> None:
-    async def run() -> None:
-        async with serving(host, **how) as (peer, service):
-            network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
-            try:
-                await scenario(StagesClient(network, RUN, WireForms(form, form)), peer, host)
-            finally:
-                await network.close()
-            assert service.room.num_requests == service.room.used_bytes == 0
-
-    asyncio.run(run())
+@asynccontextmanager
+async def peer_of(
+    host: ToyHost, form: str = "fp32", **how: Any
+) -> AsyncIterator[tuple[StagesClient, Progress, ToyHost]]:
+    async with serving(host, **how) as (peer, service):
+        network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
+        try:
+            yield StagesClient(network, RUN, WireForms(form, form)), peer, host
+        finally:
+            await network.close()
+        assert service.room.num_requests == service.room.used_bytes == 0
 
 
 def batch(stage: int, number: int = 0, moment: Moment = START) -> MicroBatch:
@@ -77,7 +78,7 @@ def forward(client: StagesClient, peer: Progress, which: MicroBatch, inputs: Ten
 
 
 @pytest.mark.parametrize(("form", "most"), [("fp32", 0.0), ("fp64", 0.0), ("bf16", 0.01), ("int8", 0.03)])
-def test_answers_are_those_of_the_stage_itself(form: str, most: float) -> None:
+async def test_answers_are_those_of_the_stage_itself(form: str, most: float) -> None:
     assert set(FORMS) == {"fp32", "fp64", "bf16", "int8"}
     hidden, ids = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0)), tokens(0, 0)
 
@@ -85,15 +86,13 @@ def test_answers_are_those_of_the_stage_itself(form: str, most: float) -> None:
         assert found is not None and expected is not None
         return float((found.float() - expected).norm()) <= most * float(expected.norm())
 
-    async def first(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(0, 3)), form) as (client, peer, host):
         assert close((await forward(client, peer, batch(0), ids)).tensor, host.stage.forward(ids).hidden)
-
-    async def middle(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(1, 3)), form) as (client, peer, host):
         asked = StageRequest(batch(1), hidden, grad=hidden, wants_grad=True, is_backward=True)
         found = await client.ask(asked, peer, TIMEOUT_S)
         assert close(found.tensor, host.stage.backward(hidden, grad=hidden).inputs) and not host.pending
-
-    async def last(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(2, 3)), form) as (client, peer, host):
         how = {"loss_scale": 7.0, "accumulates": True, "wants_grad": True, "is_backward": True}
         found = await client.ask(StageRequest(batch(2, 3), hidden, ids, **how), peer, TIMEOUT_S)
         expected = host.stage.backward(hidden, ids, loss_scale=7.0)
@@ -103,27 +102,21 @@ def test_answers_are_those_of_the_stage_itself(form: str, most: float) -> None:
         assert pending[0] == (3, identity(TRAINER).peer_id)
         assert all(close(a, b) for a, b in zip(pending[1], expected.parameters, strict=True))
 
-    for index, scenario in enumerate((first, middle, last)):
-        with_peer(scenario, ToyHost(ToyStage(index, 3)), form)
 
-
-def test_large_tensors_travel_in_parts() -> None:
+async def test_large_tensors_travel_in_parts() -> None:
     stage = ToyStage(1, 3, hidden_size=256)
     hidden = torch.randn(4, 512, 256, generator=torch.Generator().manual_seed(0))  # 4 MiB in fp64
-
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(stage), "fp64") as (client, peer, _host):
         asked = StageRequest(batch(1), hidden, grad=hidden, wants_grad=True, is_backward=True)
         found = await client.ask(asked, peer, TIMEOUT_S)
         assert torch.equal(found.tensor.float(), stage.backward(hidden, grad=hidden).inputs)
-
-    with_peer(scenario, ToyHost(stage), "fp64")
     form = FORMS["fp64"]
     messages = list(pack(pb.ComputeRequest(), [(name, encode_as(form, hidden)) for name in ("inputs", "grad")]))
     assert len(messages) == 8 and all(each.ByteSize() < MAX_MESSAGE_BYTES - PART_BYTES // 4 for each in messages)
 
 
-def test_a_commit_counts_once_however_often_it_comes() -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_a_commit_counts_once_however_often_it_comes() -> None:
+    async with peer_of(ToyHost(ToyStage(0, 2))) as (client, peer, host):
         assert not await client.commit(peer, batch(0, 5), TIMEOUT_S)
         for _ in range(2):  # an answer was lost, the trainer asks again
             await backward(client, peer, 5)
@@ -137,11 +130,9 @@ def test_a_commit_counts_once_however_often_it_comes() -> None:
         expected = host.stage.backward(ids, grad=torch.ones(*ids.shape, 8)).parameters
         assert torch.allclose(host.sums.total.float(), torch.cat([each.reshape(-1) for each in expected]))
 
-    with_peer(scenario, ToyHost(ToyStage(0, 2)))
 
-
-def test_another_step_stage_run_or_version_is_refused_with_what_the_peer_is_at() -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_another_step_stage_run_or_version_is_refused_with_what_the_peer_is_at() -> None:
+    async with peer_of(ToyHost(ToyStage(0, 2), moment=Moment(2, 7))) as (client, peer, host):
         ids, at = tokens(0, 0), Moment(2, 7)
         calls = [
             lambda which: forward(client, peer, which, ids),
@@ -158,8 +149,6 @@ def test_another_step_stage_run_or_version_is_refused_with_what_the_peer_is_at()
         with pytest.raises(PeerMoved, match="not stage 0 of run other"):
             await StagesClient(client._network, "other", WireForms()).commit(peer, batch(0, 0, at), TIMEOUT_S)
         assert host.num_computed == 0
-
-    with_peer(scenario, ToyHost(ToyStage(0, 2), moment=Moment(2, 7)))
 
 
 async def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> None:
@@ -198,46 +187,41 @@ async def test_who_has_no_room_says_so_at_once() -> None:
             await network.close()
 
 
-def test_bytes_and_pending_gradients_are_limited() -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_bytes_and_pending_gradients_are_limited() -> None:
+    host = ToyHost(ToyStage(0, 2))
+    async with peer_of(host, limits=StageLimits(max_bytes=2 * 400)) as (client, peer, _host):
         with pytest.raises(PeerBusy, match="no room for 384 bytes more"):
             await backward(client, peer)
         assert host.num_computed == 0
         await forward(client, peer, batch(0), tokens(0, 0))
-
-    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(max_bytes=2 * 400))
-
-    async def pending(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(0, 2), max_pending=1)) as (client, peer, _host):
         await backward(client, peer, 0)
         with pytest.raises(PeerBusy, match="wait here for their commit"):
             await backward(client, peer, 1)
         assert await client.commit(peer, batch(0, 0), TIMEOUT_S)
         await backward(client, peer, 1)
 
-    with_peer(pending, ToyHost(ToyStage(0, 2), max_pending=1))
 
-
-def test_who_is_refused_while_it_sends_hears_why() -> None:
+async def test_who_is_refused_while_it_sends_hears_why() -> None:
     """More than fits into what gRPC sends ahead: for a write under way when a call ends, it has an error of its own."""
-
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(1, 2)), limits=StageLimits(max_bytes=400, max_tokens=1 << 30)) as (
+        client,
+        peer,
+        host,
+    ):
         for _ in range(3):
             with pytest.raises(PeerBusy, match="no room for"):
                 await forward(client, peer, batch(1), torch.zeros(1, 1 << 19, 8))
         assert host.num_computed == 0
 
-    with_peer(scenario, ToyHost(ToyStage(1, 2)), limits=StageLimits(max_bytes=400, max_tokens=1 << 30))
 
-
-def test_what_a_trainer_left_behind_is_dropped() -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_what_a_trainer_left_behind_is_dropped() -> None:
+    async with peer_of(ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3)) as (client, peer, host):
         await backward(client, peer, 0)
         async with asyncio.timeout(TIMEOUT_S):
             while host.pending:
                 await asyncio.sleep(0.01)
         assert not await client.commit(peer, batch(0, 0), TIMEOUT_S)
-
-    with_peer(scenario, ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3))
 
 
 async def test_silence_is_not_waited_for_and_a_late_gradient_does_not_count() -> None:
@@ -293,15 +277,14 @@ DAMAGED: dict[str, tuple[int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> None:
+async def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> None:
     index, content, message = DAMAGED[name]
     work = pb.Work(micro_batch=pb.MicroBatch(wire_version=1, run=RUN, stage=index), loss_scale=1.0, accumulates=True)
     work.MergeFrom(content.get("work", pb.Work()))
     if name == "loss scale":
         work.loss_scale = 0.0
     first = pb.ComputeRequest(work=work, **{key: value for key, value in content.items() if key != "work"})
-
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+    async with peer_of(ToyHost(ToyStage(index, 3))) as (client, peer, host):
         stub = await client._stub(peer)
         with pytest.raises(RequestRejected, match=message):
             async with translated():
@@ -309,11 +292,9 @@ def test_damaged_requests_are_refused_before_anything_is_computed(name: str) -> 
                     pass
         assert host.num_computed == 0 and not host.pending
 
-    with_peer(scenario, ToyHost(ToyStage(index, 3)))
 
-
-def test_calls_that_do_not_begin_are_refused() -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_calls_that_do_not_begin_are_refused() -> None:
+    async with peer_of(ToyHost(ToyStage(0, 3))) as (client, peer, _host):
         stub = await client._stub(peer)
         work = pb.Work(micro_batch=pb.MicroBatch(wire_version=1, run=RUN))
         rows = [
@@ -331,8 +312,6 @@ def test_calls_that_do_not_begin_are_refused() -> None:
         with pytest.raises(PeerMoved, match="speaks version 1 of stages, the trainer 0"):
             async with translated():
                 await stub.Commit(pb.CommitRequest(micro_batch=old))
-
-    with_peer(scenario, ToyHost(ToyStage(0, 3)))
 
 
 class Liar(StagesService):
@@ -358,14 +337,12 @@ class Liar(StagesService):
         (pb.ComputeReply(tensor=wire(HIDDEN * torch.nan)), NotFinite, "not finite"),
     ],
 )
-def test_wrong_answers_are_the_peers_fault(reply: pb.ComputeReply | None, kind: type, message: str) -> None:
-    async def scenario(client: StagesClient, peer: Progress, host: ToyHost) -> None:
+async def test_wrong_answers_are_the_peers_fault(reply: pb.ComputeReply | None, kind: type, message: str) -> None:
+    async with peer_of(ToyHost(ToyStage(0, 2)), make=Liar) as (client, peer, _host):
         Liar.reply = reply
         with pytest.raises(kind, match=message) as error:
             await forward(client, peer, batch(0), IDS)
         assert error.value.peer_id == peer.peer_id
-
-    with_peer(scenario, ToyHost(ToyStage(0, 2)), make=Liar)
 
 
 async def test_only_trainers_are_let_into_a_private_run_and_peers_are_known_by_their_certificate() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
@@ -25,20 +25,17 @@ LAST = 2
 IDS = tokens(0, 0)
 
 
-def report(check: Callable[[Swarm, StagesClient], Awaitable[None]]) -> None:
+@asynccontextmanager
+async def running_swarm() -> AsyncIterator[tuple[Swarm, StagesClient]]:
     """Three stages of two peers each, whose run has a checkpoint to go back to, and somebody who was admitted."""
-
-    async def scenario() -> None:
-        async with asyncio.timeout(LIMIT_S), Swarm.running(2, 2, 2) as swarm:
-            for member in swarm.members():
-                member.host.has_checkpoint = True
-            network = GrpcNetwork(ClientCredentials(identity(95)))
-            try:
-                await check(swarm, StagesClient(network, RUN, WireForms()))
-            finally:
-                await network.close()
-
-    asyncio.run(scenario())
+    async with Swarm.running(2, 2, 2) as swarm:
+        for member in swarm.members():
+            member.host.has_checkpoint = True
+        network = GrpcNetwork(ClientCredentials(identity(95)))
+        try:
+            yield swarm, StagesClient(network, RUN, WireForms())
+        finally:
+            await network.close()
 
 
 def spoil(members: list[Member]) -> None:
@@ -53,8 +50,8 @@ async def told(swarm: Swarm, client: StagesClient, ids: torch.Tensor = IDS) -> b
 
 
 @pytest.mark.parametrize("stage", range(LAST + 1))
-def test_what_no_peer_of_a_stage_can_compute_is_believed(stage: int) -> None:
-    async def check(swarm: Swarm, client: StagesClient) -> None:
+async def test_what_no_peer_of_a_stage_can_compute_is_believed(stage: int) -> None:
+    async with running_swarm() as (swarm, client):
         spoil(swarm.stages[stage])
         assert await told(swarm, client)
         first, second = (member.host for member in swarm.stages[LAST])
@@ -64,14 +61,11 @@ def test_what_no_peer_of_a_stage_can_compute_is_believed(stage: int) -> None:
         assert sum(member.host.num_computed for member in swarm.members()) == num_computed
         assert not any(member.host.pending or member.host.sums.done for member in swarm.members())
 
-    report(check)
-
 
 @pytest.mark.parametrize("spoiled", [None, 0, 1])
-def test_a_sentence_alone_sends_nobody_back(spoiled: int | None) -> None:
+async def test_a_sentence_alone_sends_nobody_back(spoiled: int | None) -> None:
     """Also if one peer of a stage computes what is not finite, and the other one does not."""
-
-    async def check(swarm: Swarm, client: StagesClient) -> None:
+    async with running_swarm() as (swarm, client):
         if spoiled is not None:
             spoil(swarm.stages[spoiled][:1])
         with pytest.raises(RequestRejected, match="all answers for micro-batch 3 are finite, as found here"):
@@ -79,17 +73,13 @@ def test_a_sentence_alone_sends_nobody_back(spoiled: int | None) -> None:
         assert not any(member.host.not_finite for member in swarm.members())
         assert not any(member.host.pending or member.host.sums.done for member in swarm.members())
 
-    report(check)
 
-
-def test_only_the_last_stage_is_told() -> None:
-    async def check(swarm: Swarm, client: StagesClient) -> None:
+async def test_only_the_last_stage_is_told() -> None:
+    async with running_swarm() as (swarm, client):
         spoil(swarm.members())
         with pytest.raises(RequestRejected, match="expected the last stage"):
             await client.note_not_finite(swarm.stages[1][0].record, MicroBatch(1, START, 3), IDS, IDS, LIMIT_S)
         assert not any(member.host.not_finite for member in swarm.members())
-
-    report(check)
 
 
 def damaged(**changes: object) -> wire_pb.Tensor:
@@ -110,8 +100,8 @@ def damaged(**changes: object) -> wire_pb.Tensor:
         (damaged(data=bytes(97)), "more than the announced 96 bytes"),
     ],
 )
-def test_damaged_token_ids_are_refused_before_anything_is_computed(wire: wire_pb.Tensor, message: str) -> None:
-    async def check(swarm: Swarm, client: StagesClient) -> None:
+async def test_damaged_token_ids_are_refused_before_anything_is_computed(wire: wire_pb.Tensor, message: str) -> None:
+    async with running_swarm() as (swarm, client):
         stub = await client._stub(swarm.stages[LAST][0].record)
         which = client.named(MicroBatch(LAST, START, 3))
         for ids, labels in ((wire, damaged()), (damaged(), wire)):
@@ -120,5 +110,3 @@ def test_damaged_token_ids_are_refused_before_anything_is_computed(wire: wire_pb
                     await stub.Commit(pb.CommitRequest(micro_batch=which, is_not_finite=True, ids=ids, labels=labels))
         assert sum(member.host.num_computed for member in swarm.members()) == 0
         assert swarm.stages[LAST][0].service.room.used_bytes == 0
-
-    report(check)
