@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -18,9 +20,11 @@ from tests.unit.training.stages.audit.test_service import SEED, TRAINER, asked_o
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import ToyStage
 
+LASTING = pytest.mark.run_by(function=asyncio.run)
 COUNTS = [200, pytest.param(5000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 
 
+@LASTING
 @pytest.mark.parametrize("count", COUNTS)
 async def test_audits(count: int) -> None:
     """The answer that is signed and accused is right: whoever excludes its peer has been deceived."""
@@ -48,6 +52,7 @@ async def test_audits(count: int) -> None:
         assert not await court.accuse(fresh, again, await court.attest(fresh, again))
 
 
+@LASTING
 @pytest.mark.parametrize("count", COUNTS)
 async def test_experts(count: int) -> None:
     async with running_host() as (calls, holder, host):

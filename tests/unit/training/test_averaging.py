@@ -97,14 +97,11 @@ async def turns_during(work: Awaitable[Any]) -> int:
     return turns
 
 
-def test_heartbeats_have_their_turn_while_a_lone_owner_adds_up_all_there_is() -> None:
+async def test_heartbeats_have_their_turn_while_a_lone_owner_adds_up_all_there_is() -> None:
     """Its leader, itself as well, would take it for silent otherwise, at each attempt again."""
-
-    async def run() -> int:
-        group, _ = group_of([1.0], [1])
-        return await turns_during(reduce_all(World(), group, [torch.randn(400)]))
-
-    assert asyncio.run(run()) >= 100  # chunks: between two turns, one is added up and one is encoded
+    group, _ = group_of([1.0], [1])
+    # chunks: between two turns, one is added up and one is encoded
+    assert await turns_during(reduce_all(World(), group, [torch.randn(400)])) >= 100
 
 
 @pytest.mark.parametrize("late", [0, 2])

@@ -18,7 +18,6 @@ from swarm_training.compression.power_sgd import PowerSGD
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
 
-CLIPPING = replace(CONFIG, aggregation="centered_clip")
 MEMBERS, CHEATERS = 10, 3
 
 

@@ -36,20 +36,16 @@ class SlowBatcher:
         self.cancelled.set()
 
 
-def test_a_reader_that_goes_while_a_picture_is_read_cancels_the_generation() -> None:
+async def test_a_reader_that_goes_while_a_picture_is_read_cancels_the_generation() -> None:
     batcher = SlowBatcher()
-
-    async def run() -> None:
-        reading = asyncio.ensure_future(anext(stream(batcher, PICTURE)))
-        assert await asyncio.to_thread(batcher.began.wait, TIMEOUT_S)
-        reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reading
-        assert not batcher.cancelled.is_set()  # there is no generation yet
-        batcher.go_on.set()
-        assert await asyncio.to_thread(batcher.cancelled.wait, TIMEOUT_S)
-
-    asyncio.run(run())
+    reading = asyncio.ensure_future(anext(stream(batcher, PICTURE)))
+    assert await asyncio.to_thread(batcher.began.wait, TIMEOUT_S)
+    reading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+    assert not batcher.cancelled.is_set()  # there is no generation yet
+    batcher.go_on.set()
+    assert await asyncio.to_thread(batcher.cancelled.wait, TIMEOUT_S)
 
 
 @dataclass

@@ -165,19 +165,15 @@ class World:
             await asyncio.sleep(0.01)
 
 
-def test_each_text_is_checked_and_honest_servers_pay_no_more_than_three_hundredths() -> None:
+@pytest.mark.run_by(function=run_virtually)
+async def test_each_text_is_checked_and_honest_servers_pay_no_more_than_three_hundredths() -> None:
     """On servers that compute prompts as fast as GPUs do. The texts in which they were new do not count."""
-
-    async def story() -> World:
-        world = World(price=0.013, seed=3)
-        for _ in range(10):
-            await world.text(24, 60)
-        world.work = world.again = 0.0
-        for _ in range(40):
-            await world.text(24, 60)
-        return world
-
-    world = run_virtually(story())
+    world = World(price=0.013, seed=3)
+    for _ in range(10):
+        await world.text(24, 60)
+    world.work = world.again = 0.0
+    for _ in range(40):
+        await world.text(24, 60)
     assert world.num_checked_texts == world.num_texts == 50
     assert 0.01 < world.again / world.work <= 0.03
     assert not world.swarm.banned

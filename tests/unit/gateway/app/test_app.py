@@ -546,18 +546,14 @@ def test_who_closes_a_stream_ends_its_generations(gateway: Gateway, more: dict[s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_before_the_answer_ends_its_generations(gateway: Gateway, stream: bool) -> None:
+async def test_who_leaves_before_the_answer_ends_its_generations(gateway: Gateway, stream: bool) -> None:
     gateway.says("", ends=None)
-
-    async def leave() -> None:
-        async with httpx.AsyncClient(timeout=WAIT_S) as client:
-            body = ASK | {"n": 2, "stream": stream}
-            asking = asyncio.create_task(client.post(f"{gateway.url}/v1/chat/completions", json=body))
-            await asyncio.to_thread(gateway.wait_for_generations, 2)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-
-    asyncio.run(leave())
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
+        body = ASK | {"n": 2, "stream": stream}
+        asking = asyncio.create_task(client.post(f"{gateway.url}/v1/chat/completions", json=body))
+        await asyncio.to_thread(gateway.wait_for_generations, 2)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
     assert all(generation.cancelled.wait(WAIT_S) for generation in gateway.batcher.generations)
 
 

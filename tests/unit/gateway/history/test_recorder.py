@@ -36,31 +36,28 @@ def kinds(recorder: HistoryRecorder) -> list[str]:
     return [str(stored.event.kind) for stored in recorder.events(-1)]
 
 
-def test_events_as_they_happen():
-    async def test() -> None:
-        monitor = FakeMonitor(server("a", "0:20"), server("b", "0:10"))
-        recorder = HistoryRecorder(monitor, HistoryStore(None))
-        await recorder.start()
-        looks = 0
+async def test_events_as_they_happen():
+    monitor = FakeMonitor(server("a", "0:20"), server("b", "0:10"))
+    recorder = HistoryRecorder(monitor, HistoryStore(None))
+    await recorder.start()
+    looks = 0
 
-        def looked() -> None:
-            nonlocal looks
-            looks += 1
+    def looked() -> None:
+        nonlocal looks
+        looks += 1
 
-        stop = recorder.listen(looked)
-        await until(lambda: looks > 2)
-        assert kinds(recorder) == []  # who was there before has not joined
-        monitor.put(server("c", "10:20", state=ServerState.JOINING))
-        await until(lambda: recorder.latest.last_event_id == 1)
-        monitor.change("a", answers=False)
-        await until(lambda: recorder.latest.last_event_id == 3)
-        monitor.remove("b")
-        await until(lambda: recorder.latest.last_event_id == 5)
-        assert kinds(recorder) == ["joined", "unreachable", "blocks_lost", "left", "blocks_lost"]
-        stop()
-        await recorder.close()
-
-    asyncio.run(test())
+    stop = recorder.listen(looked)
+    await until(lambda: looks > 2)
+    assert kinds(recorder) == []  # who was there before has not joined
+    monitor.put(server("c", "10:20", state=ServerState.JOINING))
+    await until(lambda: recorder.latest.last_event_id == 1)
+    monitor.change("a", answers=False)
+    await until(lambda: recorder.latest.last_event_id == 3)
+    monitor.remove("b")
+    await until(lambda: recorder.latest.last_event_id == 5)
+    assert kinds(recorder) == ["joined", "unreachable", "blocks_lost", "left", "blocks_lost"]
+    stop()
+    await recorder.close()
 
 
 async def test_looking_waits_for_the_first_look_and_says_why_there_is_none():

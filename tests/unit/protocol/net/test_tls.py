@@ -59,17 +59,12 @@ async def tls_server(certificate: Certificate, name: str = "server", port: int =
 
 
 class TestPinning:
-    def test_the_promised_certificate_is_trusted(self, credentials: ClientCredentials) -> None:
-        async def answer() -> str:
-            certificate = Certificate.generate()
-            async with tls_server(certificate) as port:
-                channel = await pinned_channel(
-                    credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS
-                )
-                async with channel:
-                    return (await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())).peer_id
-
-        assert run(answer()) == "server"
+    async def test_the_promised_certificate_is_trusted(self, credentials: ClientCredentials) -> None:
+        certificate = Certificate.generate()
+        async with tls_server(certificate) as port:
+            channel = await pinned_channel(credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
+            async with channel:
+                assert (await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())).peer_id == "server"
 
     async def test_another_certificate_is_a_bad_reply(self, credentials: ClientCredentials) -> None:
         async with tls_server(Certificate.generate()) as port:
@@ -221,14 +216,11 @@ class TestClients:
 
 
 @pytest.mark.parametrize("token", [b"", b"\x00a token", bytes(1024)])
-def test_a_certificate_shows_the_token_of_a_member(identities: tuple[Identity, Identity], token: bytes) -> None:
-    async def answer() -> pb.ServerRecord:
-        certificate = Certificate.generate()
-        async with tls_server(certificate) as port:
-            credentials = ClientCredentials(identities[1], token)
-            channel = await pinned_channel(credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
-            async with channel:
-                return await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
-
-    record = run(answer())
+async def test_a_certificate_shows_the_token_of_a_member(identities: tuple[Identity, Identity], token: bytes) -> None:
+    certificate = Certificate.generate()
+    async with tls_server(certificate) as port:
+        credentials = ClientCredentials(identities[1], token)
+        channel = await pinned_channel(credentials, f"127.0.0.1:{port}", certificate.fingerprint, CLIENT_OPTIONS)
+        async with channel:
+            record = await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest())
     assert (record.model, record.token) == (identities[1].peer_id, token)

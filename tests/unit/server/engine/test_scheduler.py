@@ -167,30 +167,23 @@ async def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine
 
 
 class TestFailures:
-    def test_a_refusal_goes_to_its_caller_alone(self, scheduler: Scheduler, engine: Engine) -> None:
-        async def refuse() -> list[Any]:
-            tasks = [await held(scheduler, engine)]
-            tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
-            engine.refused = {"b"}
-            engine.gate.set()
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        first, a, b, c = run(refuse())
+    async def test_a_refusal_goes_to_its_caller_alone(self, scheduler: Scheduler, engine: Engine) -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+        engine.refused = {"b"}
+        engine.gate.set()
+        first, a, b, c = await asyncio.gather(*tasks, return_exceptions=True)
         assert (first, a, c) == ("first", "a", "c")
         assert isinstance(b, RequestRejected)
         assert engine.batches == [["first"], ["a", "b", "c"]]
 
-    def test_a_batch_that_fails_is_computed_one_by_one(self, scheduler: Scheduler, engine: Engine) -> None:
-        async def fail() -> list[Any]:
-            tasks = [await held(scheduler, engine)]
-            tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
-            engine.fails = lambda names: "b" in names
-            engine.gate.set()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert await scheduler.step("later", step()) == "later"
-            return results
-
-        first, a, b, c = run(fail())
+    async def test_a_batch_that_fails_is_computed_one_by_one(self, scheduler: Scheduler, engine: Engine) -> None:
+        tasks = [await held(scheduler, engine)]
+        tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
+        engine.fails = lambda names: "b" in names
+        engine.gate.set()
+        first, a, b, c = await asyncio.gather(*tasks, return_exceptions=True)
+        assert await scheduler.step("later", step()) == "later"
         assert (first, a, c) == ("first", "a", "c")
         assert isinstance(b, ZeroDivisionError)
         assert engine.batches == [["first"], ["a", "b", "c"], ["a"], ["b"], ["c"], ["later"]]

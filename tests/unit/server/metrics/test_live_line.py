@@ -125,7 +125,7 @@ def test_the_speed_is_that_of_the_last_seconds() -> None:
     assert after == 0
 
 
-def test_it_is_kept_up_to_date_and_free_while_no_blocks_are_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_kept_up_to_date_and_free_while_no_blocks_are_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_line, "_REFRESH_S", 0.0)
     texts: list[str] = []
     asked = threading.Event()
@@ -137,15 +137,12 @@ def test_it_is_kept_up_to_date_and_free_while_no_blocks_are_hosted(monkeypatch: 
             if len(texts) == 2:
                 asked.set()
 
-    async def run() -> None:
-        record = server_record(work=WorkTotals(800, 0, 0, 1.0))
-        task = asyncio.ensure_future(keep_live_line(Line(Screen()), lambda: record, lambda: hosted[len(texts) > 0]))
-        await asyncio.to_thread(asked.wait)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
+    record = server_record(work=WorkTotals(800, 0, 0, 1.0))
+    task = asyncio.ensure_future(keep_live_line(Line(Screen()), lambda: record, lambda: hosted[len(texts) > 0]))
+    await asyncio.to_thread(asked.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert texts[:2] == [work_text(server_record(work=WorkTotals(800, 0, 0, 1.0)), 3, 0.0), ""]
 
 

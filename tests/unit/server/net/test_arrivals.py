@@ -156,12 +156,10 @@ class TestPace:
         with pytest.raises(SessionLost):
             received(Arrivals(), parts_of(PART_BYTES), [0, 0, 0, 0, 0, 90])
 
-    def test_between_requests_there_may_be_silence(self) -> None:
-        async def read() -> list:
-            incoming = Incoming(slowly([FIRST, FIRST, FIRST], [500, 500, 700]), Arrivals())
-            found = [await incoming.begin(600), await incoming.begin(600)]
-            with pytest.raises(SessionLost, match="closed after 600 s without a request"):
-                await incoming.begin(600)
-            return found
-
-        assert run_virtually(read()) == [FIRST, FIRST]
+    @pytest.mark.run_by(function=run_virtually)
+    async def test_between_requests_there_may_be_silence(self) -> None:
+        incoming = Incoming(slowly([FIRST, FIRST, FIRST], [500, 500, 700]), Arrivals())
+        found = [await incoming.begin(600), await incoming.begin(600)]
+        with pytest.raises(SessionLost, match="closed after 600 s without a request"):
+            await incoming.begin(600)
+        assert found == [FIRST, FIRST]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -55,11 +54,7 @@ class Swarm:
     unary_unary = unary_stream = stream_unary = stream_stream
 
 
-def run(coroutine: Coroutine) -> Any:
-    return run_virtually(coroutine)
-
-
-pytestmark = pytest.mark.run_by(function=run)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 def server(name: str, address: str = "") -> ServerRecord:

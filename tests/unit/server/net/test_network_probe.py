@@ -92,7 +92,8 @@ def test_who_does_not_answer_says_nothing() -> None:
     assert measured(line).bytes_per_s == 0
 
 
-def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
+@pytest.mark.run_by(function=run_virtually)
+async def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
     """All have their turn, and a nearer one is found; each takes a connection meanwhile."""
     lines = {f"other{number}": Line(100 * MBIT, rtt_s=0.1) for number in range(40)}
     lines["other7"].rtt_s = 0.01
@@ -103,17 +104,13 @@ def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
             asked[-1].add(server.peer_id)
             return lines[server.peer_id]
 
-    async def story() -> NetworkProbe:
-        probe = NetworkProbe(Lines())  # type: ignore[arg-type]
-        view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines)))
-        loop: Any = asyncio.get_running_loop()
-        with patch.object(time, "perf_counter", loop.time):
-            while not asked or set().union(*asked) < set(lines):
-                asked.append(set())
-                await probe.measure(view, OWN)
-        return probe
-
-    probe = run_virtually(story())
+    probe = NetworkProbe(Lines())  # type: ignore[arg-type]
+    view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines)))
+    loop: Any = asyncio.get_running_loop()
+    with patch.object(time, "perf_counter", loop.time):
+        while not asked or set().union(*asked) < set(lines):
+            asked.append(set())
+            await probe.measure(view, OWN)
     assert max(map(len, asked[1:])) == MAX_ANNOUNCED + 2
     assert min(probe.rtts_s, key=probe.rtts_s.__getitem__) == "other7"
 

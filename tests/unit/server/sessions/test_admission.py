@@ -114,11 +114,7 @@ class TestVictims:
         assert all(victim.size_bytes for victim in victims)
 
 
-def run(coroutine: Coroutine) -> Any:
-    return run_virtually(coroutine)
-
-
-pytestmark = pytest.mark.run_by(function=run)
+pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
 class TestAdmission:
@@ -134,7 +130,7 @@ class TestAdmission:
 
     def test_what_never_fits_is_refused_at_once(self):
         with pytest.raises(PeerBusy, match="no room for 101 tokens in the KV cache, which has 100 in all"):
-            run(self.lease(101, wait_s=1e6))
+            run_virtually(self.lease(101, wait_s=1e6))
 
     async def test_who_does_not_wait_is_refused_while_others_do(self):
         first = await self.lease(60)
@@ -166,7 +162,7 @@ class TestAdmission:
 
     @pytest.mark.parametrize(("size", "wanted", "promised"), [(10, 30, 30), (10, 90, 50), (70, 90, 70), (20, 0, 20)])
     def test_spare_room_is_promised_up_to_half_of_all(self, size, wanted, promised):
-        assert run(self.lease(size, wanted=wanted)).charged == promised
+        assert run_virtually(self.lease(size, wanted=wanted)).charged == promised
 
     async def test_too_many_sessions_wait_like_too_large_ones(self):
         leases = [await self.lease(1) for _ in range(3)]

@@ -73,24 +73,23 @@ def test_numbers_that_torch_cannot_use_are_no_replica(dtype: str) -> None:
         _load(Trained(), Replica.of(CELLS[0], 3, data), data)  # type: ignore[arg-type]
 
 
-def test_a_routine_that_fails_is_tried_again_and_keeps_nobody_from_leaving(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        calls = 0
-        done = asyncio.Event()
+async def test_a_routine_that_fails_is_tried_again_and_keeps_nobody_from_leaving(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = 0
+    done = asyncio.Event()
 
-        async def fails() -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 2:
-                done.set()
-            raise RuntimeError("a mistake")
+    async def fails() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            done.set()
+        raise RuntimeError("a mistake")
 
-        async def fails_at_once() -> None:
-            raise RuntimeError("another mistake")
+    async def fails_at_once() -> None:
+        raise RuntimeError("another mistake")
 
-        tasks = [asyncio.ensure_future(repeat(fails, (0.0, 0.0))), asyncio.ensure_future(fails_at_once())]
-        await done.wait()
-        await _cancelled(tasks)
-
-    asyncio.run(scenario())
+    tasks = [asyncio.ensure_future(repeat(fails, (0.0, 0.0))), asyncio.ensure_future(fails_at_once())]
+    await done.wait()
+    await _cancelled(tasks)
     assert "a server's routine failed; it is tried again" in caplog.text and "another mistake" in caplog.text

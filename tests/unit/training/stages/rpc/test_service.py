@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,6 @@ from tests.worlds.toy_stages import RUN, START, ToyHost, ToyStage, serving, toke
 
 TRAINER = 9
 TIMEOUT_S = 30.0
-Scenario = Callable[[StagesClient, Progress, ToyHost], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -204,11 +203,8 @@ async def test_bytes_and_pending_gradients_are_limited() -> None:
 
 async def test_who_is_refused_while_it_sends_hears_why() -> None:
     """More than fits into what gRPC sends ahead: for a write under way when a call ends, it has an error of its own."""
-    async with peer_of(ToyHost(ToyStage(1, 2)), limits=StageLimits(max_bytes=400, max_tokens=1 << 30)) as (
-        client,
-        peer,
-        host,
-    ):
+    limits = StageLimits(max_bytes=400, max_tokens=1 << 30)
+    async with peer_of(ToyHost(ToyStage(1, 2)), limits=limits) as (client, peer, host):
         for _ in range(3):
             with pytest.raises(PeerBusy, match="no room for"):
                 await forward(client, peer, batch(1), torch.zeros(1, 1 << 19, 8))
