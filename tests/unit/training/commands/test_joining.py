@@ -53,6 +53,7 @@ from tests.unit.training.reports.test_reporters import Kept
 
 BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
 IDENTITY = Identity.generate()
+OTHERS = ("/ip4/127.0.0.1/tcp/1/p2p/QmOther",)
 
 
 @pytest.fixture
@@ -100,6 +101,26 @@ def joined(
     else:
         joining.take_part(prepared(file, said), who(), open_run, stopping, said.append)
     return runs[0]
+
+
+def rejoined(
+    file: RunFile, said: list[str], step: int, rollbacks: int, peers: tuple[str, ...] = (), is_stopping: bool = False
+) -> tuple[Joining, joining.TrainingSetup]:
+    """A run that is at this step, and went back to it, is joined: with what, and what was prepared."""
+    given: list[Joining] = []
+    stopping = threading.Event()
+
+    def open_run(who: Joining, *arguments: Any) -> LocalRun:
+        given.append(who)
+        run = LocalRun(*arguments, TARGET)
+        run.num_steps, run.num_rollbacks, run.went_back_to = step, rollbacks, step
+        if is_stopping:
+            stopping.set()
+        return run
+
+    setup = prepared(file, said)
+    joining.take_part(setup, replace(who(), initial_peers=peers), open_run, stopping, said.append)
+    return given[0], setup
 
 
 def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tmp_path: Path) -> None:
@@ -400,17 +421,8 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, 
     assert CheckpointDirectory(directory).steps() == [2, 4, 6]
     truncated = directory / "step-000000006" / damaged
     truncated.write_bytes(truncated.read_bytes()[:-20])
-    given: list[Joining] = []
-
-    def open_run(who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        given.append(who)
-        run = LocalRun(parameters, optimizer, TARGET)
-        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
-        return run
-
-    again = prepared(file, said := [])
-    joining.take_part(again, who(), open_run, threading.Event(), said.append)
-    assert given[0].resumed_at == Moment(0, 4) and "goes on from the checkpoint of step 4" in said
+    given, _ = rejoined(file, said := [], 4, 1)
+    assert given.resumed_at == Moment(0, 4) and "goes on from the checkpoint of step 4" in said
     (warning,) = [line for line in said if line.startswith("warning")]
     assert damaged in warning and warning.endswith("damaged-1-step-000000006 is not used")
     assert CheckpointDirectory(directory).read(6).rollbacks == 1  # written again, by the run that goes on
@@ -426,18 +438,8 @@ def test_a_run_that_is_founded_again_and_again_keeps_its_checkpoint(file: RunFil
     """A ledger counts rollbacks that no checkpoint knows of."""
     joined(file, [], stop_after=4)
     for rollbacks in (1, 2, 3):
-        stopping = threading.Event()
-
-        def open_run(
-            who: Joining, *arguments: Any, rollbacks: int = rollbacks, stopping: threading.Event = stopping
-        ) -> LocalRun:
-            assert who.resumed_at == Moment(0, 4)
-            run = LocalRun(*arguments, TARGET)
-            run.num_steps, run.num_rollbacks, run.went_back_to = 4, rollbacks, 4
-            stopping.set()
-            return run
-
-        joining.take_part(prepared(file, []), who(), open_run, stopping, str)
+        given, _ = rejoined(file, [], 4, rollbacks, is_stopping=True)
+        assert given.resumed_at == Moment(0, 4)
     assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [2, 4]
 
 
@@ -450,16 +452,8 @@ def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     taken = checkpoints.read(4).data["taken"]
     monkeypatch.setattr(joining, "train", lambda *_arguments: None)
-
-    def open_run(who: Joining, *arguments: Any) -> LocalRun:
-        assert who.resumed_at == Moment(0, 6)  # which it offers, and the others have begun already
-        run = LocalRun(*arguments, TARGET)
-        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
-        return run
-
-    setup = prepared(file, said := [])
-    others = replace(who(), initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/QmOther",))
-    joining.take_part(setup, others, open_run, threading.Event(), said.append)
+    given, setup = rejoined(file, said := [], 4, 1, OTHERS)
+    assert given.resumed_at == Moment(0, 6)  # which it offers, and the others have begun already
     assert setup.batches.state_dict()["taken"] == taken > 0
     assert checkpoints.steps() == [2, 4] and (tmp_path / "checkpoints" / "unused-1-step-000000006").is_dir()
     assert sum("the run is at step 4, and goes on without the newer checkpoints here" in line for line in said) == 1
@@ -473,17 +467,8 @@ def test_the_newest_checkpoint_may_be_that_of_another_peer(
     joined(file, [], stop_after=4)
     checkpoints, newest = CheckpointDirectory(tmp_path / "checkpoints"), 4 if joins else 6
     monkeypatch.setattr(joining, "train", lambda *_arguments: None)
-
-    def open_run(who: Joining, *arguments: Any) -> LocalRun:
-        assert who.resumed_at == Moment(0, 4)
-        run = LocalRun(*arguments, TARGET)
-        run.num_steps, run.num_rollbacks, run.went_back_to = newest, 3, newest
-        return run
-
-    peers = ("/ip4/127.0.0.1/tcp/1/p2p/QmOther",) if joins else ()
-    joining.take_part(
-        prepared(file, said := []), replace(who(), initial_peers=peers), open_run, threading.Event(), said.append
-    )
+    given, _ = rejoined(file, [], newest, 3, OTHERS if joins else ())
+    assert given.resumed_at == Moment(0, 4)
     assert checkpoints.steps() == [2, 4]
 
 
