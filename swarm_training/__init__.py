@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from swarm_training.core.moment import Moment
     from swarm_training.evaluation.evaluation import Evaluation
     from swarm_training.optim.local_steps import LocalSteps
+    from swarm_training.run.options import RunOptions
     from swarm_training.run.training_run import TrainingRun
     from swarm_training.volunteering import volunteer
 
@@ -23,6 +24,7 @@ __all__ = [
     "LocalSteps",
     "Moment",
     "RollbackPolicy",
+    "RunOptions",
     "TrainingConfig",
     "TrainingRun",
     "load_optimizer",
@@ -36,6 +38,7 @@ _MODULES = {
     "LocalSteps": "optim.local_steps",
     "Moment": "core.moment",
     "RollbackPolicy": "core.config",
+    "RunOptions": "run.options",
     "TrainingConfig": "core.config",
     "TrainingRun": "run.training_run",
     "load_optimizer": "checkpoints.flat_state",

@@ -33,7 +33,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     """Start the run if there are no initial peers, else join it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.process.scratch import scratch_directory
-    from swarm_training import TrainingConfig, TrainingRun
+    from swarm_training import RunOptions, TrainingConfig, TrainingRun
     from swarm_training.compression.building import build_compressor, build_encoder
     from swarm_training.core.config import checkpoints_needed
 
@@ -58,13 +58,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
             checkpoint_directory=scratch_directory(),
             rollback=who.rollback,
         )
-    return TrainingRun(
-        who.run,
-        parameters,
-        optimizer,
-        target_batch_size=who.target_batch_size,
-        initial_peers=who.initial_peers,
-        config=config,
+    options = RunOptions(
         identity=who.identity,
         compressor=build_compressor(who.averaging, [parameter.shape for parameter in parameters], who.run),
         encoder=build_encoder(who.averaging),
@@ -73,6 +67,15 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
         resumed_at=who.resumed_at,
         local=who.local,
         evaluation=who.evaluation,
+    )
+    return TrainingRun(
+        who.run,
+        parameters,
+        optimizer,
+        target_batch_size=who.target_batch_size,
+        initial_peers=who.initial_peers,
+        config=config,
+        options=options,
     )
 
 

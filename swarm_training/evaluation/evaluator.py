@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from swarm_protocol.failures import logged_errors
 from swarm_training.averaging.group import MAX_EVALUATIONS, Group
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
@@ -137,9 +138,8 @@ class Evaluator:
         return decisions.whose_turn(pending.evaluators, pending.moment, self._peer.view().all) is None
 
     async def _computed(self, moment: Moment, held: HeldParameters) -> HeldOutLoss:
-        try:
+        loss, samples = 0.0, 0
+        failed = "the loss on held-out data of step %d cannot be computed here"
+        with logged_errors(_logger, failed, moment.step, level=logging.WARNING):  # of the caller's function
             loss, samples = await held.computed(self._in_thread)
-        except Exception as error:  # of the caller's function
-            _logger.warning("the loss on held-out data of step %d cannot be computed here: %s", moment.step, error)
-            loss, samples = 0.0, 0
         return HeldOutLoss(moment, loss, samples)

@@ -13,29 +13,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.failures import Closing
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
-from swarm_training.compression.codecs import TWO_BIT
-from swarm_training.compression.compressor import Compressor, Plain
-from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.evaluation.evaluation import Evaluation
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import ModeratorOrder
-from swarm_training.net.membership import RunMembership
-from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
+from swarm_training.optim.local_steps import outer_optimizer
 from swarm_training.progress import policy
 from swarm_training.rollback.saving import load_newest, save, save_servable
-from swarm_training.run.meetings import GradientCompression
+from swarm_training.run.options import RunOptions
 from swarm_training.run.presence import PeerProcess
 from swarm_training.run.share import PeerCalls, make_share
-from swarm_training.run.state import TrainedState, digest_of, require_steps
+from swarm_training.run.state import TrainedState, digest_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,17 +55,13 @@ class TrainingRun(Closing):
         target_batch_size: int,
         initial_peers: Sequence[str] = (),
         config: TrainingConfig | None = None,
-        identity: Identity | None = None,
-        compressor: Compressor | None = None,
-        encoder: ErrorFeedback | None = None,
-        access: AccessControl | None = None,
-        token: bytes = b"",
-        resumed_at: Moment | None = None,
-        local: LocalSteps | None = None,
-        resume: str | Path | None = None,
-        evaluation: Evaluation | None = None,
+        options: RunOptions | None = None,
+        **keywords: Any,
     ) -> None:
         """Join the run through ``initial_peers`` and load its state, or found the run if there are none.
+
+        Further options come from ``RunOptions``, or from the keywords with the names of its fields, such as ``local``
+        or ``resume``. ``RunOptions`` explains them.
 
         Args:
             name: the run's name, the same for all peers.
@@ -81,18 +70,7 @@ class TrainingRun(Closing):
             optimizer: an optimizer that has all trained parameters and steps without a closure. With ``local`` it is
                 the outer one, and None stands for ``SGD(lr=1.0)``, which takes over the mean of all parameters.
             target_batch_size: the number of samples of all peers together between two global steps.
-            identity: this peer's key; None creates a new one.
-            compressor: the object that decides which vectors are averaged in place of the gradient.
-            encoder: the memory of what encoding loses, see ``ErrorFeedback``.
-            access, token: the access control and this peer's token, for a private run.
-            resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which this peer has loaded its
-                parameters and optimizer, if it has. The founder goes on from there, or from a newer one that others
-                offer within ``restart_wait_s`` of the config. Who joins offers it, and then loads the state of the run.
-            local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
-            resume: a directory of ``save``, whose newest intact checkpoint is loaded; the rest is as with
-                ``resumed_at``. If there is none, the founder begins at step 0.
-            evaluation: the evaluation on held-out data, see ``Evaluation``; None: there is none. All peers of a run
-                need the same numbers in it.
+            options, keywords: the options; a keyword replaces the field of ``options``.
 
         Raises:
             ValueError: an argument makes training impossible, or the peers of the run train another model.
@@ -101,36 +79,27 @@ class TrainingRun(Closing):
         """
         check_run_name(name)
         self._name = name
-        config, compressor = config or TrainingConfig(), compressor or Plain()
-        _check_start(target_batch_size, initial_peers, config, resumed_at, resume)
-        _check_compressor(compressor, encoder, config)
-        if evaluation is not None:
-            config = replace(config, evaluation=evaluation.policy)
-        elif config.evaluation.every:
-            raise ValueError("config has an evaluation: expected evaluation=Evaluation(…), which has its numbers")
-        common, parameters = config.common, list(parameters)
+        options, config = replace(options or RunOptions(), **keywords), config or TrainingConfig()
+        _check_start(target_batch_size, initial_peers, config)
+        config, compression = options.completed(config), options.compression
+        common, parameters, max_norm = config.common, list(parameters), config.max_norm
+        local, evaluation, resumed_at = options.local, options.evaluation, options.resumed_at
         if local is not None:
-            _check_local(local, parameters, config, compressor, target_batch_size)
+            options.check_local(parameters, config, target_batch_size)
             common |= local.common
             optimizer = optimizer or outer_optimizer(parameters)
+            max_norm = 0.0  # local steps are clipped, not their sum
         if optimizer is None:
             raise ValueError("optimizer is missing: expected one, since there are no local steps")
-        max_norm = config.max_norm if local is None else 0.0  # local steps are clipped, not their sum
         drifts, decay = local is not None, config.average_decay
-        self._state = TrainedState(parameters, optimizer, compressor, common, max_norm, drifts, decay)
+        self._state = TrainedState(parameters, optimizer, compression.compressor, common, max_norm, drifts, decay)
         if evaluation is not None:
             evaluation.bind(self._state.parameters)
-        if resume is not None:
-            resumed_at = load_newest(self._state, Path(resume), digest_of)
+        if options.resume is not None:
+            resumed_at = load_newest(self._state, Path(options.resume), digest_of)
+        membership = options.membership(initial_peers)
         self._presence = network_loop.run(
-            PeerProcess.enter(
-                name,
-                target_batch_size,
-                RunMembership(identity or Identity.generate(), list(initial_peers), access, token),
-                config,
-                self._state,
-                GradientCompression(compressor, encoder),
-            )
+            PeerProcess.enter(name, target_batch_size, membership, config, self._state, compression)
         )
         self._share = make_share(self._presence.peer, self._state, config, local, evaluation)
         self._max_norm, self._evaluation = config.max_norm, config.evaluation
@@ -333,50 +302,11 @@ class TrainingRun(Closing):
             calls.close()
 
 
-def _check_local(
-    local: LocalSteps,
-    parameters: Sequence[nn.Parameter],
-    config: TrainingConfig,
-    compressor: Compressor,
-    target_batch_size: int,
-) -> None:
-    """Raise ValueError if there can be no such local steps."""
-    require_steps(local.inner, (parameter for parameter in parameters if parameter.requires_grad))
-    if local.batch_size > target_batch_size:
-        raise ValueError(
-            f"batch_size of local steps is {local.batch_size}: expected at most the target_batch_size, which is "
-            f"{target_batch_size}"
-        )
-    if config.counting != "samples":
-        raise ValueError(f"counting is {config.counting!r}, and there are local steps: expected 'samples' with them")
-    if compressor.state_dict():
-        raise ValueError(f"{type(compressor).__name__} has a state: expected a compressor without one for local steps")
-
-
-def _check_start(
-    target_batch_size: int,
-    initial_peers: Sequence[str],
-    config: TrainingConfig,
-    resumed_at: Moment | None,
-    resume: str | Path | None,
-) -> None:
+def _check_start(target_batch_size: int, initial_peers: Sequence[str], config: TrainingConfig) -> None:
     """Raise ValueError if a run can be neither founded nor joined with these arguments."""
     if target_batch_size <= 0:
         raise ValueError(f"target_batch_size is {target_batch_size}: expected at least 1")
     if isinstance(initial_peers, str):
         raise ValueError("initial_peers is a text: expected a list of multiaddrs")
-    if resumed_at is not None and resume is not None:
-        raise ValueError("resume and resumed_at: expected one of them")
     if config.client_mode and not initial_peers:
         raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
-
-
-def _check_compressor(compressor: Compressor, encoder: ErrorFeedback | None, config: TrainingConfig) -> None:
-    """Raise ValueError if the config does not allow the compressor, or its codec needs an encoder."""
-    kind = type(compressor).__name__
-    if config.delay and compressor.state_dict():
-        raise ValueError(f"delay is on, and {kind} has a state: expected a compressor without one")
-    if config.aggregation != "mean" and compressor.state_dict():
-        raise ValueError(f"aggregation is {config.aggregation!r}, and {kind} has a state: expected one without")
-    if config.codec == TWO_BIT and encoder is None:
-        raise ValueError(f"codec is {TWO_BIT!r}: expected an encoder with it, ErrorFeedback(codec_of({TWO_BIT!r}))")

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from swarm_models.checkpoints import safetensors_bytes
-from swarm_training import Checkpoint, CheckpointDirectory, Moment, TrainingConfig, TrainingRun, load_optimizer
+from swarm_training import (
+    Checkpoint,
+    CheckpointDirectory,
+    Moment,
+    RunOptions,
+    TrainingConfig,
+    TrainingRun,
+    load_optimizer,
+)
 from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.numerics.reproducible import squared_norm
 from swarm_training.pb import training_pb2 as pb
@@ -199,6 +207,15 @@ def run(given: list[torch.nn.Parameter], **options: object) -> TrainingRun:
 def test_what_cannot_be_trained_is_refused_with_a_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         run(**{"given": parameters(), **arguments})
+
+
+def test_options_come_from_an_object_or_from_keywords(tmp_path: Path) -> None:
+    options = RunOptions(resume=tmp_path)
+    for given in ({"options": options}, {"resume": tmp_path}, {"options": RunOptions(), "resume": tmp_path}):
+        with pytest.raises(ValueError, match="resume and resumed_at: expected one of them"):
+            run(parameters(), resumed_at=Moment(0, 1), **given)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'resumed'"):
+        run(parameters(), resumed=tmp_path)
 
 
 def test_parameters_outside_the_optimizer_are_refused() -> None:
