@@ -10,7 +10,7 @@ from swarm_cli.chat.conversation import Conversation
 from swarm_client.generation.opening import ModelChoice, require_chain, tokenizer_of
 from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import FROM_SWARM
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import Closing, undone_on_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,8 +39,8 @@ def _named(choice: ModelChoice, opened: ChatModel) -> ModelChoice:
     return replace(choice, model=FROM_SWARM + opened.model.blocks.swarm.model) if choice.model == FROM_SWARM else choice
 
 
-class Chat:
-    """A conversation with a model that may change. The chat is a context manager, which closes the model at its end."""
+class Chat(Closing):
+    """A conversation with a model that may change. Closing the chat closes the model."""
 
     def __init__(
         self, choice: ModelChoice, options: TextOptions, open_model: Callable[[ModelChoice], ChatModel] = open_model
@@ -64,8 +64,5 @@ class Chat:
         self._opened.close()
         self._opened, self.choice = opened, _named(choice, opened)
 
-    def __enter__(self) -> Chat:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
+    def close(self) -> None:
         self._opened.close()

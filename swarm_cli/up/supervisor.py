@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.failures import undone_on_error
+from swarm_protocol.failures import Closing, undone_on_error
 from swarm_protocol.process.logs import ERASE_LINE, FOREGROUND, is_in_foreground, shows_progress
 from swarm_protocol.process.signals import end_with_parent
 
@@ -90,7 +90,7 @@ class ChildProcess:
                 sys.stderr.flush()
 
 
-class Supervisor:
+class Supervisor(Closing):
     """A context whose child processes end with it, the youngest first. A second Ctrl-C meanwhile kills them."""
 
     def __init__(self) -> None:
@@ -114,11 +114,9 @@ class Supervisor:
         others = [f"the {child.name}" for child in self._children if child is not ended]
         return f"the {ended.name} {how}" + (f"; {' and '.join(others)} had to end, too" if others else "")
 
-    def __enter__(self) -> Supervisor:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        with undone_on_error(self._kill):  # another signal
+    def close(self) -> None:
+        """End all children, the last one first. Another signal kills them."""
+        with undone_on_error(self._kill):
             for child in reversed(self._children):
                 child.end()
 
