@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 import swarm_models
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.hollow_model import copy_names, load_tensors
+from swarm_models.checkpoints.hollow_model import load_tensors, named_like
 
 SHIPPED = Path(swarm_models.__file__).parent / "shipped" / "calibration" / "text.txt"
 WINDOW = 256  # tokens that are computed together
@@ -50,8 +50,8 @@ def first_hidden_states(checkpoint: ModelCheckpoint, ids: torch.Tensor) -> torch
             super().__init__(*args, **kwargs)
             setattr(family.owner_of(self), family.blocks, torch.nn.ModuleList([_FirstBlock()]))
 
-    copy_names(family.base_class, Front)
-    model, info = load_tensors(Front, checkpoint.config, checkpoint.client_tensors(), torch.float32)
+    front = named_like(family.base_class, Front)
+    model, info = load_tensors(front, checkpoint.config, checkpoint.client_tensors(), torch.float32)
     checkpoint.require_fit(info)
     try:
         model(ids, use_cache=False)

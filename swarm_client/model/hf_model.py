@@ -37,7 +37,7 @@ from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.hollow_model import copy_names, hf_loader, hosted_alone
+from swarm_models.checkpoints.hollow_model import hf_loader, hosted_alone, named_like
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.failures import Closing, undone_on_error
 
@@ -299,8 +299,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
                 return super().forward(*args, **kwargs)
 
     Client.forward.__signature__ = inspect.signature(hf_class.forward)  # so that inspect finds it at once
-    copy_names(hf_class, Client)
-    return Client
+    return named_like(hf_class, Client)
 
 
 def _leave_out_blocks(base: Any, family: Family) -> None:

@@ -18,6 +18,7 @@ from transformers import initialization as weight_init
 from swarm_client.adapters.lora import INITS, require_supported
 from swarm_client.model.model_pass import are_foreign
 from swarm_models.checkpoints.family import Family
+from swarm_models.checkpoints.hollow_model import named_like
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.adapters import LowRank
 
@@ -261,6 +262,12 @@ class WeightOnServers(torch.Tensor):
 
     place: ModuleLocation
 
+    def __new__(cls, parameter: torch.Tensor, _place: ModuleLocation) -> WeightOnServers:
+        return parameter.detach().as_subclass(cls)
+
+    def __init__(self, _parameter: torch.Tensor, place: ModuleLocation) -> None:
+        self.place = place
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         weight: Any = next((argument for argument in args if isinstance(argument, cls)), None)
@@ -285,16 +292,14 @@ class WeightOnServers(torch.Tensor):
 
 @cache
 def _hollow_class(own: type[nn.Module]) -> type[Hollow]:
-    return type(own.__name__, (Hollow, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    return named_like(own, Hollow, own)
 
 
 def _hollow_out(module: nn.Module, place: ModuleLocation) -> None:
     """Remove the tensors of ``module``, so that nothing counts, moves or saves them."""
     for name, parameter in list(module._parameters.items()):
         del module._parameters[name]
-        vars(module)[name] = None if parameter is None else parameter.detach().as_subclass(WeightOnServers)
-        if parameter is not None:
-            vars(module)[name].place = place.of(name)
+        vars(module)[name] = None if parameter is None else WeightOnServers(parameter, place.of(name))
     for name in list(module._buffers):
         del module._buffers[name]
     vars(module)["place"] = place

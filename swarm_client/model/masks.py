@@ -26,8 +26,11 @@ class MaskFacts(torch.Tensor):
         joined: see ``BlockInput``.
     """
 
-    padding: torch.Tensor | None
-    joined: torch.Tensor | None
+    def __new__(cls, mask: torch.Tensor, *_facts: torch.Tensor | None) -> MaskFacts:
+        return mask.as_subclass(cls)
+
+    def __init__(self, _mask: torch.Tensor, padding: torch.Tensor | None, joined: torch.Tensor | None) -> None:
+        self.padding, self.joined = padding, joined
 
 
 def _mask_facts(
@@ -41,7 +44,6 @@ def _mask_facts(
     **_kwargs: Any,
 ) -> MaskFacts:
     """Return what servers need to know of the mask that transformers describes by these arguments."""
-    mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(MaskFacts)
     joined = None
     if mask_function is not None and q_length > 1:
         padding = prepare_padding_mask(attention_mask, q_length, q_offset)
@@ -51,8 +53,7 @@ def _mask_facts(
             return seen if padding is None else seen & (padding[rows, queries] != 0) & (padding[rows, keys] != 0)
 
         joined = _joined(sees, batch_size, q_offset, q_length, device)
-    mask.padding, mask.joined = attention_mask, joined
-    return mask
+    return MaskFacts(torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device), attention_mask, joined)
 
 
 def _joined(sees: Sees, batch_size: int, start: int, num_tokens: int, device: Any) -> torch.Tensor | None:

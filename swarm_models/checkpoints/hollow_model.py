@@ -105,13 +105,12 @@ def hollow_class(
                 with hosted_alone(self, family, hosted):
                     super()._init_weights(module)
 
-    copy_names(family.base_class, HollowModel)
-    return HollowModel
+    return named_like(family.base_class, HollowModel)
 
 
-def copy_names(stock: type, own: type) -> None:
-    """Give a class a stock one's names: transformers skips its weight conversions for classes of other names."""
-    own.__name__, own.__qualname__, own.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+def named_like(stock: type, *bases: type) -> type[Any]:
+    """Return a class of these bases with a stock one's names: transformers skips its weight conversions for others."""
+    return type(stock.__name__, bases, {"__module__": stock.__module__, "__qualname__": stock.__qualname__})
 
 
 def load_hollow_model(

@@ -242,8 +242,7 @@ class _Quantizer:
             left=tuple(_left(module, self.layers)),
         )
 
-    def _counted(self, layer: Any, num_params: int, size_bytes: int) -> torch.nn.Module:
-        layer.is_quantised = True
+    def _counted(self, layer: torch.nn.Module, num_params: int, size_bytes: int) -> torch.nn.Module:
         self.layers.add(layer)
         self.num_params += num_params
         self.size_bytes += size_bytes

@@ -32,6 +32,18 @@ def _linear_8bit() -> Any:
     class Linear8bitRows(_bitsandbytes().nn.Linear8bitLt):  # type: ignore[misc]
         """A layer for inputs of any leading shape; the original fails above three dimensions, which DeepSeek has."""
 
+        is_quantised = True
+
+        def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> None:
+            options = {"has_fp16_weights": False, "threshold": OUTLIER_THRESHOLD, "device": "meta"}
+            super().__init__(*_in_out(weight), bias=False, **options)
+            # not left to Int8Params.to(), which quantises only on the way from the CPU
+            quantise = _bitsandbytes().functional.int8_vectorwise_quant
+            q, scale, _ = quantise(weight.detach().to(device, torch.float16).contiguous())
+            parameter = _bitsandbytes().nn.Int8Params
+            self.weight = parameter(q, requires_grad=False, has_fp16_weights=False, CB=q, SCB=scale)
+            self.bias = _frozen(bias, device)
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if x.requires_grad:
                 count_saved(x)  # kept as an attribute of the graph's node
@@ -40,20 +52,36 @@ def _linear_8bit() -> Any:
     return Linear8bitRows
 
 
+@functools.cache
+def _linear_4bit() -> Any:
+    class LinearNF4Frozen(_bitsandbytes().nn.Linear4bit):  # type: ignore[misc]
+        """A layer whose weight is quantised at once, and whose products have gradients on every processor."""
+
+        is_quantised = True
+
+        def __init__(
+            self, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device, compute_dtype: torch.dtype
+        ) -> None:
+            options = {"compute_dtype": compute_dtype, "quant_type": "nf4", "device": "meta"}
+            super().__init__(*_in_out(weight), bias=False, **options)
+            # On CPUs with bfloat16 instructions, the layer would repack its weight at the first product. Repacking
+            # fails for widths that are no multiple of 64, and makes gradients impossible.
+            self.support_avx512bf16_for_cpu = False
+            parameter = _bitsandbytes().nn.Params4bit
+            self.weight = parameter(weight.detach(), requires_grad=False, quant_type="nf4", module=self)
+            self.to(device)  # quantises
+            self.bias = _frozen(bias, device)
+
+    return LinearNF4Frozen
+
+
 def int8_linear(weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> tuple[torch.nn.Module, int]:
     """Return an LLM.int8() layer on ``device`` from weight [out, in] and bias [out], and the bytes of its weight.
 
     Columns of outliers are found over the whole batch, so a row's result depends slightly on the other rows.
     """
-    layer = _linear_8bit()(
-        *_in_out(weight), bias=False, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD, device="meta"
-    )
-    # not left to Int8Params.to(), which quantises only on the way from the CPU
-    quantise = _bitsandbytes().functional.int8_vectorwise_quant
-    q, scale, _ = quantise(weight.detach().to(device, torch.float16).contiguous())
-    layer.weight = _bitsandbytes().nn.Int8Params(q, requires_grad=False, has_fp16_weights=False, CB=q, SCB=scale)
-    layer.bias = _frozen(bias, device)
-    return layer.eval(), q.nbytes + scale.nbytes
+    layer = _linear_8bit()(weight, bias, device).eval()
+    return layer, layer.weight.CB.nbytes + layer.weight.SCB.nbytes
 
 
 def nf4_linear(
@@ -64,16 +92,9 @@ def nf4_linear(
     weight: [out, in], bias: [out]. The scales are doubly quantised (QLoRA, https://arxiv.org/abs/2305.14314). The
     weight is expanded to ``compute_dtype`` for each product.
     """
-    nn = _bitsandbytes().nn
-    layer = nn.Linear4bit(*_in_out(weight), bias=False, compute_dtype=compute_dtype, quant_type="nf4", device="meta")
-    # On CPUs with bfloat16 instructions, the layer would repack its weight at the first product. Repacking fails for
-    # widths that are no multiple of 64, and makes gradients impossible.
-    layer.support_avx512bf16_for_cpu = False
-    layer.weight = nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4", module=layer)
-    layer.to(device)  # quantises
-    layer.bias = _frozen(bias, device)
+    layer = _linear_4bit()(weight, bias, device, compute_dtype).eval()
     state = layer.weight.quant_state
-    return layer.eval(), layer.weight.data.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+    return layer, layer.weight.data.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
 
 
 def _in_out(weight: torch.Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -89,10 +90,9 @@ def export_adapter(
     if not tensors:
         raise ValueError("the stages have no adapter: expected their states")
     directory.mkdir(parents=True, exist_ok=True)
-    adapter = peft_config(settings.rank, base_model)
     # PEFT's default for the family is written out, so that readers need not know it.
-    adapter.target_modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-    adapter.inference_mode = True
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    adapter = replace(peft_config(settings.rank, base_model), target_modules=targets, inference_mode=True)
     adapter.save_pretrained(str(directory))
     save_file(tensors, directory / WEIGHTS_NAME, _METADATA)
 
@@ -101,8 +101,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(config)
     with weight_init.no_init_weights(), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    model.config.dtype = "float32"
-    model.config.architectures = [type(model).__name__]
+    model.config.update({"dtype": "float32", "architectures": [type(model).__name__]})
     return model
 
 

@@ -18,7 +18,7 @@ from transformers import initialization as weight_init
 
 from swarm_models.checkpoints.describing import describe
 from swarm_models.checkpoints.family import Family
-from swarm_models.checkpoints.hollow_model import LeftOut, ZeroPositions, copy_names, hosted_alone, load_hollow_model
+from swarm_models.checkpoints.hollow_model import LeftOut, ZeroPositions, hosted_alone, load_hollow_model, named_like
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
 
@@ -139,10 +139,11 @@ def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str,
 def config_of(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Return the whole model's config, as the model of one stage needs it."""
     config = copy.deepcopy(config)
-    config.tie_word_embeddings = layout.tied and layout.is_last
+    changes = {"tie_word_embeddings": layout.tied and layout.is_last}
     # The routers' part of the loss would need what the routers of all stages return.
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
+        changes["output_router_logits"] = False
+    config.update(changes)
     return config
 
 
@@ -164,8 +165,7 @@ def stage_class(layout: Layout, init_weights: InitWeights) -> type[PreTrainedMod
                     stock = module._init_weights
                     vars(module)["_init_weights"] = _beside_others(base, layout, names, init_weights, stock)
 
-    copy_names(layout.model_class, StageModel)
-    return StageModel
+    return named_like(layout.model_class, StageModel)
 
 
 def base_of(model: nn.Module, family: Family) -> Any:
