@@ -275,9 +275,10 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
     """Return the configuration of these arguments. Raise ValueError if one is out of range."""
     for peer in args.initial_peers:
         check_peer(peer)
+    hosting = _HOSTING.values(args)
     if args.group is not None:
-        args.group_size = max(2, args.group_size)
-    return ServerConfig(model=named_model(args), **_FILES.values(args), **_HOSTING.values(args))
+        hosting["group_size"] = max(2, args.group_size)
+    return ServerConfig(model=named_model(args), **_FILES.values(args), **hosting)
 
 
 def require_train_flags(argv: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -26,20 +27,28 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     cache = _RecordingCache(stack.num_blocks, length, recorder)
     hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype)
     positions = torch.full((num_rows, 1), length - 1)
-    places = _place(recorder.mark(hidden)), _place(recorder.mark(positions))
+    places = [_place(recorder.mark(hidden)), _place(recorder.mark(positions))]
     with torch.no_grad(), attention_in_place(cache, stack.configs), _recorded_products(stack, recorder), recorder:
         output = recorder.view(stack(hidden, None, positions, cache).contiguous())
     operations = needed(recorder.operations, output)
-    views = [view for operation in operations for view in (operation.output, *operation.inputs)]
-    memories = {view.memory.number: view.memory for view in views if view.memory.constant is None}
-    for place in (*places, _place(output)):
-        memories[place.memory.number] = place.memory
-    numbers = {number: i for i, number in enumerate(sorted(memories))}
-    for memory in memories.values():  # unneeded ones are not numbered: they may differ between captures
-        memory.number = numbers[memory.number]
-    code = tuple(instruction for operation in operations for instruction in lowered(operation))
-    by_number = {memory.number: memory for memory in memories.values()}
-    return Captured(num_rows, code, by_number, *places, _place(output), cache.windows)
+    places.append(_place(output))
+    memories = {view.memory for operation in operations for view in (operation.output, *operation.inputs)}
+    memories |= {place.memory for place in places}
+    variable = sorted((memory for memory in memories if memory.constant is None), key=lambda memory: memory.number)
+    # Only needed ones have a number: unneeded ones may differ between captures.
+    numbered = {memory: replace(memory, number=number) for number, memory in enumerate(variable)}
+
+    def renumbered(place: StridedAddress) -> StridedAddress:
+        return replace(place, memory=numbered.get(place.memory, place.memory))
+
+    code = tuple(
+        replace(instruction, places=tuple(None if place is None else renumbered(place) for place in instruction.places))
+        for operation in operations
+        for instruction in lowered(operation)
+    )
+    by_number = {memory.number: memory for memory in numbered.values()}
+    first, at, last = map(renumbered, places)
+    return Captured(num_rows, code, by_number, first, at, last, cache.windows)
 
 
 def _place(view: TensorView) -> StridedAddress:

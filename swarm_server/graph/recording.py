@@ -18,7 +18,7 @@ class NotCapturable(Exception):
     """The error that the blocks do something that cannot be an instruction; its message says what."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Memory:
     """The storage of a tensor.
 

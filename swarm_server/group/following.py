@@ -10,7 +10,7 @@ from math import inf
 from types import FrameType
 
 from swarm_protocol.process import signals
-from swarm_server.group.handshake import HandshakeFailed, Hello
+from swarm_server.group.handshake import Deadline, HandshakeFailed, Hello
 from swarm_server.group.links import GroupEnded
 from swarm_server.group.members import FollowerLeftOut, LoadSpan, MakeLoader, follow
 from swarm_server.group.remote import connected_to_leader
@@ -65,20 +65,18 @@ class Follower:
         """Follow until the leader ends, or has given no place for ``wait_s``."""
         link = connected_to_leader(self._address, self._key, self._hello, limit_s)
         _logger.info("waiting for a place in the group of the leader at %s", self._address)
-        patience = threading.Timer(wait_s, link.close)
-        patience.daemon = True
+        deadline = Deadline(wait_s, link.close)
 
         def say(place: str) -> None:
-            patience.cancel()
+            deadline.cancel()
             print(f"following leader={self._address} {place}", flush=True)
 
-        patience.start()
         try:
-            follow(load, link, say)
+            with deadline:
+                follow(load, link, say)
         except (HandshakeFailed, FollowerLeftOut) as error:
             raise type(error)(f"cannot follow {self._address}: {error}") from None
         finally:
-            patience.cancel()
             link.close()
 
 

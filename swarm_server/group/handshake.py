@@ -8,9 +8,10 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Self
 
 import torch
 from cryptography.hazmat.primitives import hashes
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
-from swarm_server.group.links import LIMIT_S, GroupEnded, MemberLink, NotSealed
+from swarm_server.group.links import GroupEnded, MemberLink, NotSealed
 
 _PROGRAM = b"swarm-group-"
 _MAGIC = _PROGRAM + b"4\n"
@@ -69,6 +70,21 @@ class Hello:
             raise HandshakeFailed("the other member has another version of this program") from None
 
 
+class Deadline(threading.Timer):
+    """A timer that calls a function unless its context ends earlier. It does not keep the process alive."""
+
+    def __init__(self, limit_s: float, function: Callable[[], None]) -> None:
+        super().__init__(limit_s, function)
+        self.daemon = True
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.cancel()
+
+
 def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> MemberLink:
     """Return the encrypted link through a new connection; it has the other member's name.
 
@@ -80,7 +96,12 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
         HandshakeFailed: the other end is no member of the group, has another key, or computes otherwise.
         GroupEnded: the other end is gone, or is silent.
     """
-    with _closed_at_deadline(connection):
+
+    def close() -> None:
+        with suppress(OSError):  # the other end has closed it
+            connection.shutdown(socket.SHUT_RDWR)
+
+    with Deadline(_HANDSHAKE_S, close):
         sending, receiving = _link_keys(connection, group_key, leads)
         link = MemberLink(connection, None, 0 if leads else 1, _HANDSHAKE_S)
         link.seal(sending, receiving)
@@ -90,26 +111,10 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
             link.receive(theirs)
         except NotSealed:
             raise HandshakeFailed("the other end has another group key") from None
-    link.limit(LIMIT_S)
     answer = Hello.from_tensor(theirs)
     hello.check(answer)
-    link.name = answer.name
+    link.accept(answer.name)
     return link
-
-
-@contextmanager
-def _closed_at_deadline(connection: socket.socket) -> Iterator[None]:
-    def close() -> None:
-        with suppress(OSError):  # the other end has closed it
-            connection.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(_HANDSHAKE_S, close)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _link_keys(connection: socket.socket, group_key: bytes, leads: bool) -> tuple[bytes, bytes]:

@@ -157,12 +157,11 @@ class MemberLink:
         name: the other member's name; empty on one machine.
     """
 
-    name = ""
-
     def __init__(
         self, connection: socket.socket, memory_file: int | None, member: int, limit_s: float = LIMIT_S
     ) -> None:
         """Open an end. ``memory_file``: the shared memory; None: bytes go through the socket. ``member``: 0 or 1."""
+        self.name = ""
         self._library = _require_library()
         self._connection = connection
         self._memory, address = None, None
@@ -195,6 +194,11 @@ class MemberLink:
         use_crypto()
         assert len(sending_key) == len(receiving_key) == KEY_BYTES
         _require(self._library.swarm_seal_link(self.handle, sending_key, receiving_key))
+
+    def accept(self, name: str) -> None:
+        """Take the other end for the member of this name, which may take the usual time from now on."""
+        self.name = name
+        self.limit(LIMIT_S)
 
     def is_connected(self) -> bool:
         """Return whether the other end has not closed the connection, as far as the system knows."""

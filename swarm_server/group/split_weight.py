@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -106,14 +106,17 @@ class Splitter:
         return self._hash.digest()
 
     def split_(self, module: torch.nn.Module) -> None:
-        """Replace the weight of each linear layer, unless it has too few rows for all members."""
-        for layer in module.modules():
-            if not isinstance(layer, QuantizedLinear) or not isinstance(layer.quantized, Packed):
+        """Replace each linear layer by one with a split weight, unless it has too few rows for all members."""
+        for name in [name for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)]:
+            layer: Any = module.get_submodule(name)
+            if not isinstance(layer.quantized, Packed):
                 continue
             last = self._deal.rows_of(layer.out_features, self._deal.members - 1)
             if last.start < last.stop:
                 self._hash.update(_described(layer.quantized))
-                layer.quantized = self._replaced(self.num_weights, layer.quantized)
+                module.set_submodule(
+                    name, QuantizedLinear(self._replaced(self.num_weights, layer.quantized), layer.bias)
+                )
                 self.num_weights += 1
 
     def _replaced(self, number: int, weight: Packed) -> QuantizedWeight:

@@ -110,8 +110,9 @@ def state_layers(
             continue
         layer = LinearAttentionLayer(number_of_states=1 + max(slot.index for slot in slots))
         layers.append(layer)
+        if recording:
+            layer.activate_past_recording()
         for place, slot in enumerate(slots):
-            layer.record_past = recording
             if members is not None:
                 given = [states[number][place] for states in members]
                 if slot.is_convolution and not recording:

@@ -113,10 +113,9 @@ def _serve(job: dict[str, Any]) -> None:
             os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
         if job.get("cores") and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, job["cores"])
-        sys.argv = ["swarm_server", *job["arguments"]]
-        from swarm_server.command_line import main
+        from swarm_server.command_line import main as serve
 
-        main()
+        serve(job["arguments"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # a forked process must not go on in its parent's code
