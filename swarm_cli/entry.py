@@ -32,37 +32,37 @@ def main() -> None:
 
 
 def _run() -> None:
-    if not sys.argv[1:] and _is_at_terminal():
-        sys.argv += _chosen()
+    argv = sys.argv[1:]
+    if not argv and _is_at_terminal():
+        argv = _chosen()
     from swarm_cli.parsers import COMPLETION, CONFIG, EXPERTS, HELP, SERVER, TRAIN, all_parsers
 
-    command = sys.argv[1:2]
+    command = argv[:1]
     if command == [SERVER]:
         from swarm_server.command_line import main as server
 
-        server(sys.argv[2:], all_parsers, _hold_stage)
-    elif command == [TRAIN] and sys.argv[2:4] != _GRANT:
+        server(argv[1:], all_parsers, _hold_stage)
+    elif command == [TRAIN] and argv[1:3] != _GRANT:
         from swarm_training.command_line import main as train
         from swarm_training.stages.front import STAGES
 
-        train(sys.argv[2:], all_parsers=all_parsers, stages=STAGES)
+        train(argv[1:], all_parsers=all_parsers, stages=STAGES)
     elif command == [EXPERTS]:
         from swarm_training.experts.command_line import main as experts
 
-        experts(sys.argv[2:], all_parsers)
+        experts(argv[1:], all_parsers)
     elif command == [CONFIG]:
         from swarm_cli.config import main as config
 
-        config(sys.argv[2:])
+        config(argv[1:])
     elif command == [COMPLETION]:
         from swarm_cli.completion import main as completion
 
-        completion(sys.argv[2:])
+        completion(argv[1:])
     else:
         from swarm_cli.command_line import main as client
 
-        argv = ["keys", "grant", *sys.argv[4:]] if command == [TRAIN] else sys.argv[1:]
-        client(argv, HELP, all_parsers)
+        client(["keys", "grant", *argv[3:]] if command == [TRAIN] else argv, HELP, all_parsers)
 
 
 def _is_at_terminal() -> bool:

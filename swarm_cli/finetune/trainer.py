@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -115,9 +116,9 @@ class Bar(ProgressCallback):
 class LastStep(TrainerCallback):
     """A callback that validates the last step, whatever its number."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> None:
-        if state.global_step >= state.max_steps and args.eval_strategy != "no":
-            control.should_evaluate = True
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_others: Any) -> TrainerControl:
+        is_due = state.global_step >= state.max_steps and args.eval_strategy != "no"
+        return replace(control, should_evaluate=True) if is_due else control
 
 
 class RandomState(TrainerCallback):
@@ -170,8 +171,7 @@ class Interrupt(TrainerCallback):
         self.asked = True
         print("\nending after this step, with a checkpoint; once more to end now", file=sys.stderr, flush=True)
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_others: Any) -> None:
-        if self.asked:
-            control.should_save = control.should_training_stop = True
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_others: Any) -> TrainerControl:
+        return replace(control, should_save=True, should_training_stop=True) if self.asked else control
 
     on_evaluate = on_step_end

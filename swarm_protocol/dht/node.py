@@ -46,7 +46,9 @@ class _Node(DHTNode):  # type: ignore[misc]
         return found
 
 
-async def start(identity: Identity, listening: Listening, node_id: DHTID | None = None) -> DHTNode:
+async def start(
+    identity: Identity, listening: Listening, node_id: DHTID | None = None, validator: Validator | None = None
+) -> DHTNode:
     """Start a node that knows no peers yet; raise NoSwarm if the daemon does not start."""
     try:
         p2p = await _start_daemon(identity, listening)
@@ -59,7 +61,7 @@ async def start(identity: Identity, listening: Listening, node_id: DHTID | None 
                     p2p=p2p,
                     node_id=node_id,
                     client_mode=listening.host is None,
-                    record_validator=Validator(identity.private_key),
+                    record_validator=validator or Validator(identity.private_key),
                     cache_refresh_before_expiry=0,
                     cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
                     cache_on_store=False,  # and a server that has read a key reads it again at each store
@@ -76,9 +78,9 @@ async def start_again(ended: DHTNode, identity: Identity, listening: Listening) 
     Raises:
         NoSwarm: the daemon does not start.
     """
-    node = await start(identity, _same_place(listening, ended.p2p), ended.node_id)
+    place, validator = _same_place(listening, ended.p2p), ended.protocol.record_validator
+    node = await start(identity, place, ended.node_id, validator)
     node.protocol.storage = ended.protocol.storage
-    node.protocol.record_validator = ended.protocol.record_validator
     set_serving(node, not ended.protocol.client_mode)
     await _stop_daemon(ended.p2p)
     return node

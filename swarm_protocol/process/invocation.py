@@ -79,13 +79,14 @@ def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") ->
 
 
 def typed_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Return the long names, without dashes, of the typed flags; this makes the parser unusable afterwards."""
+    """Return the long names, without dashes, of the typed flags. No flag may stand for None."""
     names: dict[str, str] = {}
     for action in parser._actions:
-        action.default = argparse.SUPPRESS
         if action.option_strings:
             names.setdefault(action.dest, max(action.option_strings, key=len).removeprefix("--"))
-    return {names[dest] for dest in vars(parser.parse_args(argv)) if dest in names}
+    nothing = argparse.Namespace(**dict.fromkeys(names))  # argparse sets no defaults for what is there
+    typed_here = vars(parser.parse_args(argv, nothing))
+    return {name for dest, name in names.items() if typed_here[dest] is not None}
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

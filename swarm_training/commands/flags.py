@@ -106,9 +106,10 @@ def joining_as(
     if credentials is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
     credentials.require(Role[role], organiser)
+    own = credentials.identity_or(own)
     if locks and membership is not None and credentials.identity is not None:
-        credentials.identity.lock = locked_key_file(membership)
-    return Joining(*common, credentials.identity_or(own), organiser, credentials.token, **settings)
+        own = Identity(credentials.identity.private_key, locked_key_file(membership))
+    return Joining(*common, own, organiser, credentials.token, **settings)
 
 
 def parse_part(text: str) -> DataShard:

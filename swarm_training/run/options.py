@@ -24,7 +24,7 @@ from swarm_training.run.state import require_steps
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a peer brings into a run besides the model, the target batch and its settings.
+    """The options with which a peer takes part in a run, besides the model, the target batch and the settings.
 
     Attributes:
         identity: this peer's key; None creates a new one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,10 +79,11 @@ class TrainingRunCallback(TrainerCallback):
         assert self._hook is not None
         self._hook.remove()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> TrainerControl:
         is_over = self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps
-        if is_over or self._run.reason_of_end:
-            control.should_training_stop = True
+        return replace(control, should_training_stop=True) if is_over or self._run.reason_of_end else control
 
     def on_log(  # type: ignore[override]  # the Trainer always passes the logs
         self,

@@ -96,9 +96,9 @@ class DistilledSession(SteppedSession):
         self._length += count
         self._new_ids, self._new_features = [], []
         if self._cache.get_seq_length() > context + SLACK:
-            layer: Any
-            for layer in self._cache.layers:
-                layer.keys, layer.values = layer.keys[:, :, -context:], layer.values[:, :, -context:]
+            layers: Any = self._cache.layers
+            last = [(layer.keys[:, :, -context:], layer.values[:, :, -context:]) for layer in layers]
+            self._cache = DynamicCache(last)
 
     def _run(
         self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
