@@ -63,14 +63,14 @@ async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = Fa
     return any(answers)
 
 
-async def rejoin_if_alone(node: DHTNode) -> None:
+async def rejoin_if_alone(node: DHTNode, initial_peers: Sequence[str]) -> None:
     """Bootstrap the node through its initial peers again if it knows no other node.
 
     hivemind forgets a peer whose reply comes too late once. Without this, a node that knew only that peer would find
     nothing any more.
     """
     if not node.protocol.routing_table.uid_to_peer_id:
-        await bootstrap(node, node.initial_peers)
+        await bootstrap(node, initial_peers)
 
 
 async def start_joined(
@@ -97,27 +97,30 @@ async def start_joined(
     if initial_peers:
         await require_answer(initial_peers)
     node = await dht_node.start(identity, listening)
-    node.initial_peers = tuple(initial_peers)
     async with awaited_on_error(lambda: dht_node.stop(node)):  # nobody else knows the node
         if initial_peers:
             if is_reachable is not None:
                 dht_node.set_serving(node, await is_reachable(node.p2p))
-            await _join(node, timeout_s, are_alive, on_wait)
+            await _join(node, initial_peers, timeout_s, are_alive, on_wait)
     return node
 
 
 async def _join(
-    node: DHTNode, timeout_s: float, are_alive: Callable[[], bool], on_wait: Callable[[float], None]
+    node: DHTNode,
+    initial_peers: Sequence[str],
+    timeout_s: float,
+    are_alive: Callable[[], bool],
+    on_wait: Callable[[float], None],
 ) -> None:
     """Make the node join the DHT of its initial peers; raise NoSwarm or JoinRefused if it cannot."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + timeout_s
     usual_timeout_s = node.protocol.wait_timeout
     try:
-        while not await bootstrap(node, node.initial_peers, joins=True):
+        while not await bootstrap(node, initial_peers, joins=True):
             left_s = deadline - clock()
-            if left_s < _RETRY_S or not (are_alive() or await _is_connected(node)):
-                raise NoSwarm(f"no initial peer answered: {', '.join(node.initial_peers)}")
+            if left_s < _RETRY_S or not (are_alive() or await _is_connected(node, initial_peers)):
+                raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
             if node.protocol.wait_timeout != _LONG_PING_S:
                 node.protocol.wait_timeout = _LONG_PING_S
                 on_wait(left_s)
@@ -128,9 +131,9 @@ async def _join(
         node.protocol.wait_timeout = usual_timeout_s
 
 
-async def _is_connected(node: DHTNode) -> bool:
+async def _is_connected(node: DHTNode, initial_peers: Sequence[str]) -> bool:
     """Return whether libp2p has a connection to an initial peer, even if the process behind its daemon hangs."""
-    wanted = {address.rpartition("/p2p/")[2] for address in node.initial_peers}
+    wanted = {address.rpartition("/p2p/")[2] for address in initial_peers}
     return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
 
 

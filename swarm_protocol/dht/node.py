@@ -32,8 +32,6 @@ class Listening:
 
 
 class _Node(DHTNode):  # type: ignore[misc]
-    initial_peers: tuple[str, ...] = ()  # multiaddrs through which the node has joined
-
     async def _call_find_with_blacklist(self, peer_id: PeerID, keys: Collection[DHTID]) -> Any:
         """Return a peer's answer for the keys, without this node among the neighbours in the answer.
 

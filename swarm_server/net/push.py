@@ -104,7 +104,8 @@ class Pusher:
             await asyncio.wait([self._connecting])
         if step.settled:
             self._forget_taken()
-            step.settled = not parts and step.hidden.size_bytes <= _MAX_SETTLED_BYTES
+            if parts or step.hidden.size_bytes > _MAX_SETTLED_BYTES:
+                step = _unsettled(step)
         else:
             self._ask_for_settled()
         if self._may_bundle(step, parts):
@@ -160,9 +161,10 @@ class Pusher:
     def _ask_for_settled(self) -> None:
         """Send unacknowledged settled steps of the shared stream again, so that the other server acknowledges them."""
         for number, stream in list(self._bundled.items()):
-            step, _ = self._untaken.get(number, (None, []))  # None if the stream is broken
+            step, parts = self._untaken.get(number, (None, []))  # None if the stream is broken
             if step is not None and step.settled:
-                step.settled = False
+                step = _unsettled(step)
+                self._untaken[number] = step, parts
                 self._post_bundled(stream, step)
 
     async def _answered(self, number: int, taken: bool) -> None:
@@ -267,6 +269,14 @@ class Pusher:
         async with self._giving_up:
             if not self.retired:
                 await self._give_up(step, parts)
+
+
+def _unsettled(step: pb.Step) -> pb.Step:
+    """Return the same step as one that the other server acknowledges."""
+    unsettled = pb.Step()
+    unsettled.CopyFrom(step)
+    unsettled.ClearField("settled")
+    return unsettled
 
 
 def _requests(step: pb.Step, parts: Parts) -> Iterator[pb.PushRequest]:

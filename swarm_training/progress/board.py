@@ -30,9 +30,21 @@ class DhtPeerRegistry:
         node: the DHT node, for keys of other kinds.
     """
 
-    def __init__(self, node: DHTNode, run: str, identity: Identity, moderated_as: str | None = None) -> None:
-        """Use ``node`` for the keys of a run. ``moderated_as``: the run's name in moderators' orders, if it differs."""
+    def __init__(
+        self,
+        node: DHTNode,
+        run: str,
+        identity: Identity,
+        moderated_as: str | None = None,
+        initial_peers: Sequence[str] = (),
+    ) -> None:
+        """Use ``node`` for the keys of a run.
+
+        ``moderated_as``: the run's name in moderators' orders, if it differs. ``initial_peers``: multiaddrs through
+        which the node has joined, and joins again if it knows no other node.
+        """
         self.node = node
+        self._initial_peers = tuple(initial_peers)
         self._identity = identity
         self._key = f"swarm.training.v1/{run}/progress"
         self._orders_key = f"swarm.training.v1/{run if moderated_as is None else moderated_as}/orders"
@@ -51,11 +63,11 @@ class DhtPeerRegistry:
         """
         node = await start_joined(identity, listening, initial_peers, timeout_s)
         limit_records(node)  # without ``access``, which would admit records of servers only
-        return cls(node, run, identity)
+        return cls(node, run, identity, initial_peers=initial_peers)
 
     def beside(self, run: str, moderated_as: str | None = None) -> DhtPeerRegistry:
         """Return the board of another run on the same node; closing this board ends both."""
-        return DhtPeerRegistry(self.node, run, self._identity, moderated_as)
+        return DhtPeerRegistry(self.node, run, self._identity, moderated_as, self._initial_peers)
 
     async def addresses(self) -> list[str]:
         """Return multiaddrs with which other peers can join through this node."""
@@ -88,7 +100,7 @@ class DhtPeerRegistry:
             raise PeerUnavailable("no member of the run has stored the order: try again")
 
     async def _values(self, key: str, kind: type[M]) -> AsyncIterator[M]:
-        await rejoin_if_alone(self.node)
+        await rejoin_if_alone(self.node, self._initial_peers)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 items = await read_items(self.node, key)

@@ -30,9 +30,10 @@ _logger = logging.getLogger(__name__)
 class DhtNodeOfExperts:
     """A DHT node of this process; its libp2p daemon ends with the process."""
 
-    def __init__(self, node: DHTNode, access: SwarmAccess) -> None:
+    def __init__(self, node: DHTNode, access: SwarmAccess, initial_peers: Sequence[str] = ()) -> None:
         limit_records(node, access.control)
         self.node = node
+        self._initial_peers = tuple(initial_peers)
         self.access = access
 
     @classmethod
@@ -43,11 +44,16 @@ class DhtNodeOfExperts:
             NoSwarm: no initial peer answered.
             ValueError: an initial peer is not a multiaddr with a peer id.
         """
-        return cls(await start_joined(access.identity, listening, initial_peers, _JOIN_TIMEOUT_S), access)
+        node = await start_joined(access.identity, listening, initial_peers, _JOIN_TIMEOUT_S)
+        return cls(node, access, initial_peers)
 
     async def addresses(self) -> list[str]:
         """Return the multiaddrs under which others can join through this node."""
         return await dht_node.addresses(self.node)
+
+    async def rejoin_if_alone(self) -> None:
+        """Join again through the initial peers if the node knows no other node."""
+        await rejoin_if_alone(self.node, self._initial_peers)
 
     @property
     def is_alive(self) -> bool:
@@ -111,7 +117,7 @@ class DhtExpertRegistry:
 
     async def _read(self, keys: list[str]) -> dict[str, list[tuple[object, object]]]:
         """Return the unchecked records under each key, with their subkeys."""
-        await rejoin_if_alone(self._dht.node)
+        await self._dht.rejoin_if_alone()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 if self.revocations is not None:

@@ -19,7 +19,6 @@ class UnansweredNode:
     """A node whose initial peers do not answer, and to whom libp2p has no connection."""
 
     def __init__(self) -> None:
-        self.initial_peers = (PEER,)
         self.protocol = SimpleNamespace(wait_timeout=3.0)
         self.p2p = self
 
@@ -39,7 +38,7 @@ def test_a_peer_that_ends_is_waited_for_no_longer(lives_s: float, monkeypatch: p
     async def joining() -> float:
         clock = asyncio.get_running_loop().time
         with pytest.raises(NoSwarm, match=PEER):
-            await bootstrap._join(UnansweredNode(), TIMEOUT_S, lambda: clock() < lives_s, said.append)
+            await bootstrap._join(UnansweredNode(), [PEER], TIMEOUT_S, lambda: clock() < lives_s, said.append)
         return clock()
 
     took_s = run_virtually(joining())
