@@ -191,16 +191,16 @@ class ServerConnection:
 
         ``is_bundled``: the session's small steps share a stream with those of other sessions.
         """
-        request.contract.CopyFrom(self._contract(span))
         bundle = await self._shared_bundle(span) if is_bundled else None
-        request.bundle_key = b"" if bundle is None else bundle.key
+        opening = pb.Open(contract=self._contract(span), bundle_key=b"" if bundle is None else bundle.key)
+        opening.MergeFrom(request)
 
         async def opened(name: pb.AdapterName | None) -> HopSession:
             if name is not None:
-                request.adapter.CopyFrom(name)
+                opening.adapter.CopyFrom(name)
             stream: GrpcStream[pb.SessionRequest, pb.SessionReply] = GrpcStream(self._stub.Session(), self.record, span)
-            hop = HopSession(number, Hop(self.record, span), stream, inbox, request, self, self._timeouts, bundle)
-            await hop.open(request, self._timeouts.open_s + request.wait_s)
+            hop = HopSession(number, Hop(self.record, span), stream, inbox, opening, self, self._timeouts, bundle)
+            await hop.open(opening, self._timeouts.open_s + opening.wait_s)
             return hop
 
         return await self._uploader.use(adapter, span, opened)

@@ -356,7 +356,7 @@ def resume(trained: TrainingSetup, say: Say, is_founder: bool = True) -> Moment 
         raise ValueError(f"{where} is of another model or optimizer: expected another directory for them") from None
     if trained.evaluation is not None:
         try:
-            trained.evaluation.earlier = read_evaluations(store.directory, settings.name).losses
+            trained.evaluation.go_on_after(read_evaluations(store.directory, settings.name).losses)
         except CheckpointError as error:
             say(f"warning: {error}; the evaluations begin anew")
     if not is_founder:

@@ -65,6 +65,14 @@ class Evaluation:
         self._trained: list[nn.Parameter] = []  # of the copy, in the order of the run; empty between two evaluations
         self._computing = threading.Lock()
 
+    def go_on_after(self, losses: Sequence[HeldOutLoss]) -> None:
+        """Go on from a checkpoint at which these losses were known, instead of from what the constructor was given.
+
+        Call this before the run begins.
+        """
+        assert self._model is None, "the run has begun"
+        self.earlier = tuple(losses)
+
     def bind(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the model, without the memory of these parameters, which the run trains. The copy shares all others.
 

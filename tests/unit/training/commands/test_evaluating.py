@@ -161,7 +161,7 @@ def test_a_peer_that_starts_again_has_the_losses_that_were_known(file: RunFile, 
     setup, _ = prepared(file, said := [])
     assert setup.evaluation is not None and not setup.evaluation.earlier
     for is_founder in (False, True):
-        setup.evaluation.earlier = ()
+        setup.evaluation.go_on_after(())
         joining.resume(setup, said.append, is_founder)
         assert [(each.step, each.loss) for each in setup.evaluation.earlier] == [(2, 1.0), (4, 2.0)]
     assert not read_evaluations(tmp_path / "checkpoints", "another run").losses
