@@ -333,9 +333,7 @@ class GenerationLoop(Closing):
         """Return the result of the work. If it fails, end these rows, and return None: the loop goes on for others."""
         try:
             return work()
-        except (
-            Exception
-        ) as error:  # of a model family's own code, or a bug: the listeners get it, nobody waits for ever
+        except Exception as error:  # of a family's own code, or a bug: the listeners get it, nobody waits for ever
             self._end(rows, error)
             return None
 

@@ -144,14 +144,13 @@ class StepTasks:
         """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
         waiting = ByteReservation(arrivals)
         has_begun = False
-        try:
+        # A task meets the same error and sends it to the client.
+        with logged_errors(_logger, "a step takes a task", level=logging.DEBUG):
             hosted.require_number(step.number)
             hidden = hosted.start(step)
             waiting.take(hidden.received_bytes)
             end = partial(self._ended, hosted, step, waiting, done)
             has_begun = hidden.complete and hosted.begin(step, hidden.tensor(), end)
-        except Exception:  # a task meets the same error and sends it to the client
-            _logger.debug("a step takes a task", exc_info=True)
         if has_begun:
             self._without_task += 1
         else:
