@@ -23,30 +23,48 @@ def written_atomically(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the new file cannot replace ``path``.
     """
-    partial = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}"
-    )  # processes of different containers can have equal ids
-    try:
+    with _partial(path) as partial:
         yield partial
         partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)  # absent after a successful replace
 
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a new file that only this user can read, completely or not at all, because the disk may be full.
 
+    Several threads and processes may write the same file: the first one wins. Readers see the whole file or none. On a
+    file system without hard links, as on memory cards, they may also see an empty file for a moment.
+
     Raises:
         OSError: the file cannot be written; FileExistsError if there is one already.
     """
-    file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115  (closed below)
-    try:
-        with file:
+    with _partial(path) as partial:
+        with open(_created(partial), "wb") as file:
             file.write(data)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            raise
+        except OSError:  # there are no hard links
+            os.close(_created(path))
+            partial.replace(path)
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Yield the path of a partial file in the same directory, which is removed at the end if it is still there."""
+    partial = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}"
+    )  # processes of different containers can have equal ids
+    try:
+        yield partial
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _created(path: Path) -> int:
+    """Create a file that only this user can read, and return its descriptor; raise FileExistsError if it is there."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 def remove_abandoned(directory: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+
+from swarm_protocol.atomic_file import write_new
 
 _logger = logging.getLogger(__name__)
 KEY_BYTES = 32  # of the secret, and of the AES-256 keys that are derived from it
@@ -14,14 +16,16 @@ KEY_BYTES = 32  # of the secret, and of the AES-256 keys that are derived from i
 def read_group_key(path: Path, *, create: bool) -> bytes:
     """Return the key in the file. With ``create``, write a new one if there is no file; only this user can read it.
 
+    Members that start together on one machine may all try to write the file. Each of them returns the key of the first.
+
     Raises:
         ValueError: the file is missing, cannot be used, or holds no key.
     """
     try:
         if create and not path.exists():
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(KEY_BYTES) + "\n")
-            _logger.warning("%s is a new group key: copy it to the other machines before they start", path)
+            with suppress(FileExistsError):  # another member has just written it
+                write_new(path, f"{secrets.token_hex(KEY_BYTES)}\n".encode())
+                _logger.warning("%s is a new group key: copy it to the other machines before they start", path)
         key = bytes.fromhex(path.read_text().strip())
     except OSError as error:
         raise ValueError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from swarm_protocol.atomic_file import PARTIAL_SUFFIX, remove_abandoned, written_atomically
+from swarm_protocol.atomic_file import PARTIAL_SUFFIX, remove_abandoned, write_new, written_atomically
 
 
 def test_nobody_sees_it_before_it_is_whole(tmp_path: Path) -> None:
@@ -37,6 +38,32 @@ def test_a_place_that_cannot_be_taken_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError), written_atomically(tmp_path / "taken") as partial:
         partial.write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_of_several_new_files_the_first_stays_and_nobody_sees_half_of_one(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened, seen = tmp_path / "file", os.open, []
+
+    def looked(*arguments: object) -> int:
+        descriptor = opened(*arguments)
+        seen.append(path.exists())
+        return descriptor
+
+    def refused(*_paths: Path) -> None:
+        raise PermissionError("there are no hard links")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", looked)
+        if not has_links:
+            patched.setattr(os, "link", refused)
+        write_new(path, b"whole")
+    assert seen[0] is False and len(seen) == 2 - has_links  # without links there is an empty file for a moment
+    with pytest.raises(FileExistsError):
+        write_new(path, b"another")
+    assert path.read_bytes() == b"whole" and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_killed_writers_have_left_is_removed_in_time(tmp_path: Path) -> None:

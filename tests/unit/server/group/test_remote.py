@@ -205,6 +205,29 @@ def test_the_file_of_the_key(tmp_path: Path) -> None:
         read_group_key(path, create=True)
 
 
+def test_members_that_start_together_on_one_machine_have_the_same_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "group.key"
+    first = read_group_key(path, create=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", lambda _path: False)  # the second has looked before the first wrote the file
+        assert read_group_key(path, create=True) == first
+    path.unlink()
+    start, keys = threading.Barrier(8), []
+
+    def read() -> None:
+        start.wait()
+        keys.append(read_group_key(path, create=True))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 8 and len(set(keys)) == 1
+
+
 def test_an_address_at_which_nobody_can_listen() -> None:
     with pytest.raises(ValueError, match=r"wait for members of the group at 192\.0\.2\.1:31400: .*expected a free"):
         Lobby("192.0.2.1:31400", KEY, HELLO)
