@@ -9,8 +9,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarm_protocol.errors import SwarmError
 from swarm_server.group.group_key import KEY_BYTES
-from swarm_server.group.links import GroupEnded, MemberLink, NotSealed
+from swarm_server.group.links import GroupEnded, MemberLink, NotSealed, shut_down
 
 _PROGRAM = b"swarm-group-"
 _MAGIC = _PROGRAM + b"4\n"
@@ -96,12 +96,7 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
         HandshakeFailed: the other end is no member of the group, has another key, or computes otherwise.
         GroupEnded: the other end is gone, or is silent.
     """
-
-    def close() -> None:
-        with suppress(OSError):  # the other end has closed it
-            connection.shutdown(socket.SHUT_RDWR)
-
-    with Deadline(_HANDSHAKE_S, close):
+    with Deadline(_HANDSHAKE_S, partial(shut_down, connection)):
         sending, receiving = _link_keys(connection, group_key, leads)
         link = MemberLink(connection, None, 0 if leads else 1, _HANDSHAKE_S)
         link.seal(sending, receiving)

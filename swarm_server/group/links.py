@@ -174,8 +174,7 @@ class MemberLink:
 
     def close(self) -> None:
         """Close the connection, which both ends notice, also in the middle of a request."""
-        with suppress(OSError):  # the other end is gone
-            self._connection.shutdown(socket.SHUT_RDWR)
+        shut_down(self._connection)
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
@@ -243,6 +242,12 @@ class MemberLink:
         arguments = weights.address, len(weights), ctypes.addressof(words), compiled.isa, threads
         _require(self._library.swarm_follow(self.handle, *arguments))
         return MemberRequest(words.wanted, words.rows, words.numbers[0])
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection in both directions, whatever its ends are doing. They may have closed it already."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -7,12 +7,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from math import inf
 
 from swarm_protocol.net.hosts import host_port, split_address
 from swarm_server.group.handshake import HandshakeFailed, Hello, shake_hands
-from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink, use_crypto
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink, shut_down, use_crypto
 from swarm_server.group.members import MemberWatch
 
 _logger = logging.getLogger(__name__)
@@ -98,9 +97,11 @@ class Lobby:
         self._is_open = True
 
     def shut(self) -> None:
-        """Let nobody in until it is opened, and let all followers go that wait."""
+        """Let nobody in until it is opened, and let all followers go that wait, or that are being greeted."""
         with self._lock:
-            self._is_open = False
+            self._is_open, greeted = False, list(self._greeted)
+        for connection in greeted:
+            shut_down(connection)
         for link in self.waiting():
             link.close()
 
@@ -135,15 +136,15 @@ class Lobby:
 
     def _receive(self, connection: socket.socket, host: str) -> None:
         """Greet the other end in a thread of its own, because it may be silent. The oldest of too many must go."""
-        if not self._is_open:
+        with self._lock:  # else the lobby could be shut between the look and the greeting
+            is_open, too_many = self._is_open, self._greeted[: max(0, len(self._greeted) + 1 - _MOST_GREETED)]
+            if is_open:
+                self._greeted.append(connection)
+        if not is_open:
             connection.close()
             return
-        with self._lock:
-            too_many = self._greeted[: max(0, len(self._greeted) + 1 - _MOST_GREETED)]
-            self._greeted.append(connection)
         for silent in too_many:
-            with suppress(OSError):  # it has just ended
-                silent.shutdown(socket.SHUT_RDWR)
+            shut_down(silent)
         try:
             threading.Thread(target=self._greet, args=(connection, host), daemon=True).start()
         except RuntimeError:  # the system gives no thread
@@ -159,7 +160,8 @@ class Lobby:
             link = shake_hands(connection, self._group_key, self._hello, leads=True)
         except (HandshakeFailed, GroupEnded, OSError, ValueError) as error:
             connection.close()
-            _logger.warning("%s is not let into the group: %s", host, error)
+            if self._is_open:  # else the lobby has ended the greeting
+                _logger.warning("%s is not let into the group: %s", host, error)
             return
         finally:
             self._end_greeting(connection)

@@ -198,6 +198,38 @@ def test_silent_connections_keep_nobody_out() -> None:
             pass
 
 
+def test_nobody_is_greeted_any_more_once_the_lobby_is_shut() -> None:
+    """Also not a connection that was accepted a moment before."""
+    with member() as (leader, lobby):
+        leader.lead()
+        host, _, port = lobby.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 5) as silent:
+            assert silent.recv(100)  # the leader's key
+            leader.give_way()
+            assert silent.recv(100) == b""
+        wait_for(lambda: not lobby._greeted, "the greeting has ended")
+        leader.lead()
+        lobby._lock = ShuttingLock(lobby)
+        with socket.create_connection((host, int(port)), 5) as late:
+            assert late.recv(100) == b""
+
+
+class ShuttingLock:
+    """The lock of a lobby that another thread shuts just before somebody gets the lock for the first time."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby, self._lock = lobby, lobby._lock
+
+    def __enter__(self) -> None:
+        if self._lobby._lock is self:
+            self._lobby._lock = self._lock
+            self._lobby.shut()
+        self._lock.acquire()
+
+    def __exit__(self, *_exception: object) -> None:
+        self._lock.release()
+
+
 def test_a_follower_without_a_place_looks_for_the_leader_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with member() as (leader, lobby):
