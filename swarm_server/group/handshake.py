@@ -23,7 +23,7 @@ from swarm_server.group.group_key import KEY_BYTES
 from swarm_server.group.links import GroupEnded, MemberLink, NotSealed, shut_down
 
 _PROGRAM = b"swarm-group-"
-_MAGIC = _PROGRAM + b"4\n"
+_MAGIC = _PROGRAM + b"5\n"
 _PUBLIC_BYTES = 32  # of an X25519 key
 _HELLO_BYTES = 512
 _HANDSHAKE_S = 10.0

@@ -54,10 +54,10 @@ _CRYPTO = (  # functions of OpenSSL's libcrypto, in the order of `Crypto` in sea
     *("EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_aes_256_gcm", "EVP_CipherInit_ex", "EVP_CipherUpdate"),
     *("EVP_CipherFinal_ex", "EVP_CIPHER_CTX_ctrl"),
 )
-_NOT_SEALED = -5
+_TOO_SLOW, _NOT_SEALED = -2, -5
 _FAILURES = {
     -1: "a member of the group has ended",
-    -2: f"a member of the group has not answered for {LIMIT_S:g} seconds",
+    _TOO_SLOW: "a member of the group has not answered for {limit_s:g} seconds",
     -3: "a member of the group has no memory for a product",
     -4: "a member of the group sent something that is not understood",
     _NOT_SEALED: "a member of the group sent bytes that the group's key has not sealed",
@@ -109,10 +109,11 @@ def use_crypto() -> None:
     )
 
 
-def _require(outcome: int) -> None:
+def _require(outcome: int, limit_s: float = LIMIT_S) -> None:
     if outcome:
         kind = NotSealed if outcome == _NOT_SEALED else GroupEnded
-        raise kind(_FAILURES.get(outcome, f"a member of the group reports failure {outcome}"))
+        failure = _FAILURES.get(outcome, f"a member of the group reports failure {outcome}")
+        raise kind(failure.format(limit_s=limit_s))
 
 
 class _Words(ctypes.Structure):
@@ -155,13 +156,14 @@ class MemberLink:
 
     Attributes:
         name: the other member's name; empty on one machine.
+        host: the other member's machine; empty on one machine.
     """
 
     def __init__(
         self, connection: socket.socket, memory_file: int | None, member: int, limit_s: float = LIMIT_S
     ) -> None:
         """Open an end. ``memory_file``: the shared memory; None: bytes go through the socket. ``member``: 0 or 1."""
-        self.name = ""
+        self.name = self.host = ""
         self._library = _require_library()
         self._connection = connection
         self._memory, address = None, None
@@ -170,6 +172,7 @@ class MemberLink:
             address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         else:
             _prepare(connection)
+        self._limit_s = limit_s
         self.handle: int = self._library.swarm_open_link(connection.fileno(), address, member, limit_s)
 
     def close(self) -> None:
@@ -180,9 +183,10 @@ class MemberLink:
         if hasattr(self, "handle"):
             self._library.swarm_close_link(self.handle)
 
-    def limit(self, limit_s: float | None = LIMIT_S) -> None:
-        """Set how long the other end may take; None: as long as it lives."""
-        self._library.swarm_limit_link(self.handle, 1e9 if limit_s is None else limit_s)
+    def limit(self, limit_s: float = LIMIT_S) -> None:
+        """Set how long the other end may neither send nor take a byte that is due."""
+        self._limit_s = limit_s
+        self._library.swarm_limit_link(self.handle, limit_s)
 
     def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
         """Encrypt and authenticate all bytes from now on, with keys of 32 bytes that nothing else has used.
@@ -199,6 +203,15 @@ class MemberLink:
         self.name = name
         self.limit(LIMIT_S)
 
+    @contextmanager
+    def blamed(self, work: str) -> Iterator[None]:
+        """Name the other member, and what it cannot do, in each GroupEnded that is raised within this context."""
+        try:
+            yield
+        except GroupEnded as error:
+            member = f"the member at {self.host}" if self.host else "a member of the group"
+            raise GroupEnded(f"{member} cannot {work}: {error}") from None
+
     def is_connected(self) -> bool:
         """Return whether the other end has not closed the connection, as far as the system knows."""
         try:
@@ -210,23 +223,26 @@ class MemberLink:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a contiguous tensor; raise GroupEnded if the other end is gone."""
-        _require(self._library.swarm_link_send(self.handle, tensor.data_ptr(), tensor.nbytes))
+        self._send(tensor.data_ptr(), tensor.nbytes)
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor; raise GroupEnded if the other end is gone."""
-        _require(self._library.swarm_link_receive(self.handle, tensor.data_ptr(), tensor.nbytes))
+        _require(self._library.swarm_link_receive(self.handle, tensor.data_ptr(), tensor.nbytes), self._limit_s)
+
+    def _send(self, address: int, size_bytes: int) -> None:
+        _require(self._library.swarm_link_send(self.handle, address, size_bytes), self._limit_s)
 
     def ask(self, request: MemberRequest) -> None:
         """Send a request that is no product."""
         words = _Words(wanted=request.wanted, rows=request.rows, count=1)
         words.numbers[0] = request.number
-        _require(self._library.swarm_link_send(self.handle, ctypes.addressof(words), ctypes.sizeof(words)))
+        self._send(ctypes.addressof(words), ctypes.sizeof(words))
 
     def exchange_s(self, numbers: int) -> float:
         """Return the time until so many fp32 numbers have gone to a follower and back, in seconds."""
         words, there, back = _Words(wanted=ECHO, rows=1, width=numbers), torch.zeros(numbers), torch.empty(numbers)
         start = time.perf_counter()
-        _require(self._library.swarm_link_send(self.handle, ctypes.addressof(words), ctypes.sizeof(words)))
+        self._send(ctypes.addressof(words), ctypes.sizeof(words))
         self.send(there)
         self.receive(back)
         return time.perf_counter() - start
@@ -240,7 +256,7 @@ class MemberLink:
         assert compiled is not None
         threads = torch.get_num_threads() if self._memory is None else 0
         arguments = weights.address, len(weights), ctypes.addressof(words), compiled.isa, threads
-        _require(self._library.swarm_follow(self.handle, *arguments))
+        _require(self._library.swarm_follow(self.handle, *arguments), self._limit_s)
         return MemberRequest(words.wanted, words.rows, words.numbers[0])
 
 

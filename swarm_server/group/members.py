@@ -8,9 +8,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import first_line
 from swarm_protocol.span import Span
 from swarm_server.core.config import MOST_MEMBERS
 from swarm_server.group.handshake import HandshakeFailed
@@ -29,7 +32,10 @@ from swarm_server.placement.slow_follower import SlowWindows
 
 _logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
-_REASON_BYTES = 4096  # at most, of why a follower has no place
+_REASON_BYTES = 4096  # at most, of why a follower has no place, or cannot load
+_SIGN_S = 2.0  # between two signs of life of a follower that loads
+_SILENT_S = 60.0  # without a sign of life from a follower that loads: it may be short of memory, or read a slow disk
+_STUCK_S = 300.0  # without one more weight of a follower that loads: it may download a file of some gigabytes
 _WINDOW_S = 5.0  # in which the times of products are added up
 _ENDING_S = 5.0  # for a follower to end by itself, before it is killed
 
@@ -48,6 +54,18 @@ class Dismissal(enum.IntEnum):
     WAIT = 0  # until the leader has a place for it
     LEAVE = 1  # because the group is faster without it
     END = 2  # because it cannot compute with this leader
+
+
+class LoadSign(enum.IntEnum):
+    """The meaning of a message with a number that a follower sends while it loads a span."""
+
+    LOADING = 0  # the number of weights that it holds so far
+    LOADED = 1  # the digest of all its weights follows
+    FAILED = 2  # the reason follows, of so many bytes
+
+    def send(self, link: MemberLink, number: int = 0) -> None:
+        """Send the message to the leader."""
+        link.send(torch.tensor([self, number]))
 
 
 class MemberWatch:
@@ -123,35 +141,49 @@ def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
 
 def dismiss(link: MemberLink, dismissal: Dismissal, reason: str) -> None:
     """Tell a follower that waits for a request why it has no place, and what to do. It may have ended meanwhile."""
-    text = torch.tensor(list(reason.encode()), dtype=torch.uint8)
+    text = _as_bytes(reason)
     with suppress(GroupEnded):
         link.ask(MemberRequest(DISMISS, len(text), dismissal))
         link.send(text)
+
+
+def _as_bytes(reason: str) -> torch.Tensor:
+    return torch.tensor(list(reason.encode()[:_REASON_BYTES]), dtype=torch.uint8)
+
+
+def _received_reason(link: MemberLink, size_bytes: int) -> str:
+    if not 0 < size_bytes <= _REASON_BYTES:
+        raise GroupEnded(f"a member of the group sends a reason of {size_bytes} bytes")
+    text = torch.empty(size_bytes, dtype=torch.uint8)
+    link.receive(text)
+    return bytes(text.tolist()).decode(errors="replace")
 
 
 def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     """Load the leader's rows of a span while the followers load theirs, and return what ``load`` returns.
 
     Raises:
-        GroupEnded: a follower has ended, or holds other weights.
+        GroupEnded: a follower has ended, cannot load, shows no progress for minutes, or holds other weights.
         ValueError: no layer has rows for all members.
     """
     splitter = LeaderSplitter(links)
+    threads = ThreadPoolExecutor(links.members)
     with links.exchange():
         for link in links.links:
             link.ask(MemberRequest(LOAD, span.start, span.end))
+        digests = {threads.submit(_received_digest, link): link for link in links.links}
+    threads.shutdown(wait=False)
     try:
         loaded = load(span, splitter.split_)
     except Exception:  # raised again
-        with suppress(GroupEnded):  # followers may fail as the leader does, whose error says why
-            _received_digests(links, span)  # which would be taken for those of the next span
+        with suppress(GroupEnded), links.exchange():  # followers may fail as the leader does, whose error says why
+            for digest in digests:  # which would be taken for those of the next span
+                digest.result()
         raise
-    digests = _received_digests(links, span)
+    _logger.info("waiting for the other members of the group to load blocks %s", span)
     with links.exchange():
-        for link, digest in zip(links.links, digests, strict=True):
-            if digest != splitter.digest():
-                dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
-                raise GroupEnded("a member of the group has loaded other weights than the leader")
+        for digest in as_completed(digests):
+            _check(digest, splitter.digest(), digests[digest], span)
     if not splitter.num_weights:
         raise ValueError(
             f"no linear layer of blocks {span} has 64 rows for each of {links.members} members of the group: "
@@ -160,14 +192,33 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     return loaded
 
 
-def _received_digests(links: LeaderLinks, span: Span) -> list[bytes]:
-    _logger.info("waiting for the other members of the group to load blocks %s", span)
-    with links.exchange():
-        return [_received_digest(link) for link in links.links]
+def _check(received: Future[bytes], expected: bytes, link: MemberLink, span: Span) -> None:
+    """Raise GroupEnded if a follower has not loaded the leader's weights."""
+    with link.blamed(f"load blocks {span}"):
+        if received.result() != expected:
+            dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
+            raise GroupEnded("it has loaded other weights than the leader")
 
 
-def _received_digest(link: MemberLink) -> bytes:
-    link.limit(None)  # it may read another disk
+def _received_digest(link: MemberLink, clock: Callable[[], float] = time.monotonic) -> bytes:
+    """Wait until the follower has loaded its rows, as long as it is alive and holds more and more weights.
+
+    Raises:
+        GroupEnded: the follower has ended, cannot load, gives no sign of life, or shows no progress.
+    """
+    link.limit(_SILENT_S)
+    sign, held, since = torch.empty(2, dtype=torch.int64), -1, clock()
+    while True:
+        link.receive(sign)
+        kind, number = sign.tolist()
+        if kind == LoadSign.FAILED:
+            raise GroupEnded(_received_reason(link, number))
+        if kind == LoadSign.LOADED:
+            break
+        if number > held:
+            held, since = number, clock()
+        elif clock() - since > _STUCK_S:
+            raise GroupEnded(f"it is alive, but has loaded nothing more for {_STUCK_S:g} seconds")
     digest = torch.empty(_DIGEST_BYTES, dtype=torch.uint8)
     link.receive(digest)
     link.limit()
@@ -242,11 +293,7 @@ def follow(load: LoadSpan, link: MemberLink, say: Callable[[str], None] = lambda
 
 def _receive_dismissal(request: MemberRequest, link: MemberLink) -> None:
     """Log why this follower waits, or raise why it does not."""
-    if not 0 < request.rows <= _REASON_BYTES:
-        raise GroupEnded(f"the leader sends a reason of {request.rows} bytes")
-    text = torch.empty(request.rows, dtype=torch.uint8)
-    link.receive(text)
-    reason = bytes(text.tolist()).decode(errors="replace")
+    reason = _received_reason(link, request.rows)
     if request.number == Dismissal.WAIT:
         _logger.warning("the leader has no place for this follower, which waits: %s", reason)
         return
@@ -273,7 +320,36 @@ class _Place:
 
 
 def _loaded(load: LoadSpan, span: Span, link: MemberLink, place: _Place) -> list[Packed]:
+    """Load this follower's rows of a span, and send the leader their digest, or the reason why it fails."""
     splitter = FollowerSplitter(place.member, place.deal)
-    load(span, splitter.split_)
+    try:
+        with _signs_of_life(link, splitter):
+            load(span, splitter.split_)
+    except Exception as error:  # raised again
+        reason = _as_bytes(first_line(error))
+        with suppress(GroupEnded):  # the leader may be gone
+            LoadSign.FAILED.send(link, len(reason))
+            link.send(reason)
+        raise
+    LoadSign.LOADED.send(link)
     link.send(torch.tensor(list(splitter.digest()), dtype=torch.uint8))
     return splitter.weights
+
+
+@contextmanager
+def _signs_of_life(link: MemberLink, splitter: FollowerSplitter) -> Iterator[None]:
+    """Send the leader the number of weights every few seconds, from a thread, until the context ends."""
+    ended = threading.Event()
+
+    def send() -> None:
+        with suppress(GroupEnded):  # this follower notices it when it has loaded
+            while not ended.wait(_SIGN_S):
+                LoadSign.LOADING.send(link, splitter.num_weights)
+
+    thread = threading.Thread(target=send, name="signs of life of a follower", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

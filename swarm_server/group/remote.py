@@ -165,6 +165,7 @@ class Lobby:
             return
         finally:
             self._end_greeting(connection)
+        link.host = host
         with self._lock:
             if self._is_open:
                 self._links.append(link)

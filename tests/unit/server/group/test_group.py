@@ -25,10 +25,10 @@ from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
-from swarm_server.group import links
+from swarm_server.group import links, members
 from swarm_server.group.handshake import HandshakeFailed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest
-from swarm_server.group.members import MemberWatch, follow, formed_links, load_together
+from swarm_server.group.members import LoadSign, MemberWatch, follow, formed_links, load_together
 from swarm_server.group.split_weight import SplitWeight, answer
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
@@ -298,6 +298,63 @@ def test_a_span_that_no_member_can_load_fails_with_the_error_of_the_leader() -> 
         with pytest.raises(CheckpointError, match="the file is gone"):
             load_together(group, SPAN, fail)
         assert group.failure is not None
+
+
+def test_a_follower_that_cannot_load_says_why() -> None:
+    def fail(*_arguments: object) -> None:
+        raise CheckpointError("the file is gone\nand more")
+
+    with followers(fail) as group:
+        with pytest.raises(GroupEnded, match=r"a member of the group cannot load blocks 1:4: the file is gone$"):
+            load_together(group, SPAN, lambda *_: None)
+        assert group.failure is not None
+
+
+def test_the_leader_gives_up_a_follower_that_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_SIGN_S", 0.01)
+    monkeypatch.setattr(members, "_STUCK_S", 0.1)
+    hangs = threading.Event()
+    with followers(lambda *_: hangs.wait()) as group:
+        with pytest.raises(GroupEnded, match=r"cannot load blocks 1:4: it is alive, but has loaded nothing more for"):
+            load_together(group, SPAN, lambda *_: None)
+        hangs.set()
+
+
+def test_the_leader_gives_up_a_follower_without_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_SILENT_S", 0.05)
+    ends = LinkEnds.on_this_machine()
+    group = LeaderLinks([MemberLink(ends.leader, ends.memory.fileno(), 0)], Deal.by_speed([1.0, 1.0]))
+    refused = r"cannot load blocks 1:4: a member of the group has not answered for 0\.05 seconds"
+    with pytest.raises(GroupEnded, match=refused):
+        load_together(group, SPAN, lambda *_: None)
+    group.close()
+
+
+class LoadingLink:
+    """Stands for the link to a follower that loads, whose messages come at these times."""
+
+    def __init__(self, messages: Sequence[tuple[float, Sequence[int]]]) -> None:
+        self._messages, self._now_s = iter(messages), 0.0
+
+    def clock(self) -> float:
+        return self._now_s
+
+    def limit(self, _limit_s: float = 0.0) -> None:
+        pass
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._now_s, numbers = next(self._messages)
+        tensor.copy_(torch.tensor(numbers))
+
+
+def test_the_leader_waits_for_a_follower_as_long_as_it_makes_progress() -> None:
+    stuck_s, digest = members._STUCK_S, range(32)
+    loading = [(number * 0.9 * stuck_s, (LoadSign.LOADING, number)) for number in range(20)]
+    slow = LoadingLink([*loading, (1e6, (LoadSign.LOADED, 0)), (1e6, digest)])
+    assert members._received_digest(slow, slow.clock) == bytes(digest)
+    stuck = LoadingLink([(0.0, (LoadSign.LOADING, 7)), (1.1 * stuck_s, (LoadSign.LOADING, 7))])
+    with pytest.raises(GroupEnded, match="has loaded nothing more for 300 seconds"):
+        members._received_digest(stuck, stuck.clock)
 
 
 @pytest.mark.parametrize(("family", "end"), [("llama", 300), ("qwen3_next", 12)])  # so many are no decode steps
