@@ -45,7 +45,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["wire", "untrusted", "imports", "telemetry"],
         ["codecs"],
         ["errors"],
-        ["span", "pb", "atomic_file", "file_lock", "config_flags", "failures", "system"],
+        ["span", "pb", "atomic_file", "backoff", "file_lock", "config_flags", "failures", "system"],
     ],
     "swarm_models": [
         [DOOR],
@@ -197,6 +197,7 @@ POLICY_IMPORTS = {
     *("__future__", "bisect", "collections", "dataclasses", "enum", "functools", "heapq", "itertools", "math", "numpy"),
     *("statistics", "typing"),
     *("swarm_protocol.errors", "swarm_protocol.span", "swarm_protocol.dht.records", "swarm_protocol.wire.constants"),
+    "swarm_protocol.backoff",
     "swarm_protocol.codecs.sizes",
     *("hashlib", "swarm_training.experts.core.cells"),
     *("swarm_training.core.config", "swarm_training.core.moment", "swarm_training.core.record"),

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from swarm_protocol.backoff import Backoff
 from swarm_training.stages.routing.backlogs import Backlogs
 from swarm_training.stages.routing.speed import SHARES, believed
 from swarm_training.stages.routing.weighted import WeightedRoundRobin
@@ -25,20 +26,16 @@ _KEPT_FIRST = 1.0  # micro-batches of extra delay for a kept graph: while no pee
 
 
 @dataclass(frozen=True)
-class Backoff:
+class RouterBackoff(Backoff):
     """The times for which a peer is not asked.
 
     Attributes:
-        first_s: the time after a failure; it doubles with each failure that follows, up to ``most_s``.
         busy_s: the time after the peer had no room.
     """
 
     first_s: float = 0.5
     most_s: float = 30.0
     busy_s: float = 0.1
-
-    def after(self, failures: int) -> float:
-        return float(min(self.first_s * 2.0 ** min(failures - 1, 32), self.most_s))
 
 
 @dataclass
@@ -62,10 +59,10 @@ class _Peer:
         self.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
         self.answered_s, self.failures = now, 0
 
-    def busy(self, backoff: Backoff, now: float) -> None:
+    def busy(self, backoff: RouterBackoff, now: float) -> None:
         self.not_before_s = now + backoff.busy_s
 
-    def failed(self, backoff: Backoff, now: float) -> None:
+    def failed(self, backoff: RouterBackoff, now: float) -> None:
         self.failures += 1
         self.not_before_s = now + backoff.after(self.failures)
 
@@ -80,7 +77,7 @@ class _Peer:
 class Router:
     """A trainer's choice of peers. Requests are of kinds, such as forward; a peer answers one request at a time."""
 
-    def __init__(self, policy: str, draw: Callable[[], float], backoff: Backoff | None = None) -> None:
+    def __init__(self, policy: str, draw: Callable[[], float], backoff: RouterBackoff | None = None) -> None:
         """Start without knowledge. ``draw``: returns a number, uniform in [0, 1), for random choices and ties.
 
         Raises:
@@ -90,7 +87,7 @@ class Router:
             raise ValueError(f"routing is {policy!r}: expected one of {', '.join(POLICIES)}")
         self._policy = policy
         self._draw = draw
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or RouterBackoff()
         self._peers: dict[str, _Peer] = {}
         self._announced: Mapping[str, float] = {}
         self._num_trainers = 1

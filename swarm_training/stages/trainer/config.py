@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarm_protocol.wire.constants import MIB
-from swarm_training.stages.routing.router import SHORTEST_DELAY, Backoff
+from swarm_training.stages.routing.router import SHORTEST_DELAY, RouterBackoff
 from swarm_training.stages.rpc.client import WireForms
 
 
@@ -31,7 +31,7 @@ class TrainerConfig:
 
     routing: str = SHORTEST_DELAY
     forms: WireForms = field(default_factory=WireForms)
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: RouterBackoff = field(default_factory=RouterBackoff)
     per_peer: float = 2.0
     max_under_way: int = 64
     first_deadline_s: float = 60.0

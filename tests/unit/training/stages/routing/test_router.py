@@ -17,8 +17,8 @@ from swarm_training.stages.routing.router import (
     READY_TIME,
     SHORTEST_DELAY,
     WEIGHTED,
-    Backoff,
     Router,
+    RouterBackoff,
 )
 from swarm_training.stages.routing.speed import BACKWARD, SHARES
 
@@ -152,7 +152,7 @@ def test_before_anybody_has_announced_a_speed_all_are_equal_and_soon_after_the_n
 
 def test_who_is_left_alone_is_asked_by_no_policy_and_speeds_are_those_of_the_last_announcement() -> None:
     for policy in POLICIES:
-        router = Router(policy, random.Random(0).random, Backoff(first_s=1.0))
+        router = Router(policy, random.Random(0).random, RouterBackoff(first_s=1.0))
         router.hear({"a": 50.0, "b": 1.0}, 4)
         router.asked("a", "ab", KIND, 0.0)
         router.failed("a", KIND, 0.0)
@@ -192,7 +192,7 @@ def test_a_peer_that_becomes_slow_is_found_out_and_a_newcomer_is_tried() -> None
 
 
 def test_who_fails_is_left_alone_for_longer_each_time_and_an_answer_ends_that() -> None:
-    router = Router(READY_TIME, random.Random(5).random, Backoff(first_s=1.0, most_s=3.0, busy_s=0.25))
+    router = Router(READY_TIME, random.Random(5).random, RouterBackoff(first_s=1.0, most_s=3.0, busy_s=0.25))
     now = 0.0
     for expected_s in (1.0, 2.0, 3.0, 3.0):
         assert router.choose(["a"], KIND, now) == "a"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarm_protocol.errors import RequestRejected, TrainingDiverged
 from swarm_training.core.moment import Moment
-from swarm_training.stages.routing.router import Backoff
+from swarm_training.stages.routing.router import RouterBackoff
 from swarm_training.stages.rpc.client import WireForms
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.micro_batches import Content
@@ -229,7 +229,7 @@ async def test_answers_that_are_not_finite_are_a_peers_fault_unless_all_agree(sp
 
 async def test_a_trainer_that_is_not_believed_goes_on() -> None:
     """The last stage finds finite answers where the trainer has found none: nothing has been decided."""
-    config = replace(CONFIG, settle_s=0.2, backoff=Backoff(first_s=0.01, most_s=0.05))
+    config = replace(CONFIG, settle_s=0.2, backoff=RouterBackoff(first_s=0.01, most_s=0.05))
     async with Swarm.running(1, 2) as swarm:
         last, told = swarm.stages[1], list[Moment]()
 
