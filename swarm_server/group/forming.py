@@ -9,9 +9,11 @@ import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.backoff import Backoff
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import GroupCandidate
 from swarm_protocol.errors import SwarmError
@@ -30,10 +32,32 @@ _LOOK_S = 0.1
 _ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
 _BACK_S = 600.0  # for which a slow follower is left out, or none comes after one that did not pay
+_BACKOFF = Backoff(first_s=30.0, most_s=3600.0)  # for the machine of a follower that has failed
 
 
 class GroupRefused(SwarmError):
     """A group on several machines would be slower than its members without it."""
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """A follower, or all followers on one machine, that may not join the group before ``until_s``, and the reason.
+
+    Attributes:
+        failures: how often followers on the machine have failed, one time after the other.
+    """
+
+    until_s: float
+    reason: str
+    failures: int = 0
+
+    def dismiss(self, link: MemberLink, now_s: float) -> None:
+        """Send a follower that waits the reason why it has no place."""
+        if self.until_s == inf:
+            dismiss(link, Dismissal.LEAVE, self.reason)
+            return
+        minutes = math.ceil((self.until_s - now_s) / 60)
+        dismiss(link, Dismissal.WAIT, f"{self.reason}; it may have a place again in {minutes} min")
 
 
 class GroupLeader:
@@ -52,7 +76,8 @@ class GroupLeader:
         """
         self._config, self._lobby, self._key, self._clock = config, lobby, key, clock
         self._group: RemoteGroup | None = None  # the last one
-        self._left_out: dict[str, float] = {}  # names of followers, and until when
+        self._tried: Sequence[MemberLink] = ()  # with which the last group should be formed
+        self._left_out: dict[str, _LeftOut] = {}  # by names of followers, and by the machines of those that have failed
         self._told: set[MemberLink] = set()  # followers that wait and know that they are left out
         self._again_s = -inf  # before which no group forms for the sake of those who wait
 
@@ -103,8 +128,11 @@ class GroupLeader:
         """
         config = self._config
         if self._group is not None and self._group.slow:
-            self._left_out[self._group.slow] = self._clock() + _BACK_S
-        links = self._gathered(still_wanted)
+            until_s = self._clock() + _BACK_S
+            self._left_out[self._group.slow] = _LeftOut(until_s, "this follower has made the group slow for long")
+        tried, self._tried = self._tried, ()
+        self._learn_from(tried)
+        links = self._tried = self._gathered(still_wanted)
         self._lobby.take(links)
         with undone_on_error(lambda: _close_all(links)):
             block_bytes = statistics.mean(hosted_bytes(checkpoint, config.quant))
@@ -139,20 +167,35 @@ class GroupLeader:
             _logger.warning("%d of %d followers are left out: %s", len(left_out), len(links), reason)
             _dismiss_all(left_out, Dismissal.LEAVE, reason)
             _close_all(left_out)
-            self._left_out |= dict.fromkeys((link.name for link in left_out), inf)
+            slower = _LeftOut(inf, "the group is faster without this follower")
+            self._left_out |= dict.fromkeys((link.name for link in left_out), slower)
             self._again_s = self._clock() + _BACK_S
         return chosen
 
+    def _learn_from(self, links: Sequence[MemberLink]) -> None:
+        """Leave out machines whose followers have failed, longer each time, until a follower there has loaded."""
+        failures = {link.host: link.failure for link in links if link.failure}
+        for link in links:
+            if link.has_loaded and link.host not in failures:
+                self._left_out.pop(link.host, None)
+        for host, failure in failures.items():
+            count = 1 + (self._left_out[host].failures if host in self._left_out else 0)
+            pause_s = _BACKOFF.after(count)
+            self._left_out[host] = _LeftOut(self._clock() + pause_s, failure, count)
+            _logger.warning("%s; followers on that machine may join again in %.0f s", failure, pause_s)
+
     def _eligible(self) -> list[MemberLink]:
         """Return the followers that may join the group. Send each other waiting follower the reason why it may not."""
-        now, waiting, links = self._clock(), self._lobby.waiting(), []
+        now_s, waiting, links = self._clock(), self._lobby.waiting(), []
         self._told &= set(waiting)
         for link in waiting:
-            if (left_s := self._left_out.get(link.name, now) - now) <= 0:
+            left_out = [self._left_out[key] for key in (link.name, link.host) if key in self._left_out]
+            longest = max(left_out, key=lambda each: each.until_s, default=None)
+            if longest is None or longest.until_s <= now_s:
                 links.append(link)
             elif link not in self._told:
                 self._told.add(link)
-                _tell_left_out(link, left_s)
+                longest.dismiss(link, now_s)
         return links[: self._config.group_size - 1]
 
     def _gathered(self, still_wanted: Callable[[], bool]) -> list[MemberLink]:
@@ -166,14 +209,6 @@ class GroupLeader:
                 raise GroupEnded("the server ends before all members of its group are there")
             time.sleep(_LOOK_S)
         return links
-
-
-def _tell_left_out(link: MemberLink, left_s: float) -> None:
-    if left_s == inf:
-        dismiss(link, Dismissal.LEAVE, "the group is faster without this follower")
-        return
-    left = f"it may have a place again in {math.ceil(left_s / 60)} min"
-    dismiss(link, Dismissal.WAIT, f"this follower has made the group slow for long; {left}")
 
 
 def _dismiss_all(links: Sequence[MemberLink], dismissal: Dismissal, reason: str) -> None:

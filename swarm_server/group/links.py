@@ -157,13 +157,16 @@ class MemberLink:
     Attributes:
         name: the other member's name; empty on one machine.
         host: the other member's machine; empty on one machine.
+        failure: what the other member could not do, and why; empty if it has not failed.
+        has_loaded: whether the other member has loaded its rows of a span.
     """
 
     def __init__(
         self, connection: socket.socket, memory_file: int | None, member: int, limit_s: float = LIMIT_S
     ) -> None:
         """Open an end. ``memory_file``: the shared memory; None: bytes go through the socket. ``member``: 0 or 1."""
-        self.name = self.host = ""
+        self.name = self.host = self.failure = ""
+        self.has_loaded = False
         self._library = _require_library()
         self._connection = connection
         self._memory, address = None, None
@@ -205,12 +208,13 @@ class MemberLink:
 
     @contextmanager
     def blamed(self, work: str) -> Iterator[None]:
-        """Name the other member, and what it cannot do, in each GroupEnded that is raised within this context."""
+        """Keep each GroupEnded that is raised within this context as the other member's failure, and name it there."""
         try:
             yield
         except GroupEnded as error:
             member = f"the member at {self.host}" if self.host else "a member of the group"
-            raise GroupEnded(f"{member} cannot {work}: {error}") from None
+            self.failure = f"{member} cannot {work}: {error}"
+            raise GroupEnded(self.failure) from None
 
     def is_connected(self) -> bool:
         """Return whether the other end has not closed the connection, as far as the system knows."""

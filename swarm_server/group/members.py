@@ -134,8 +134,9 @@ class LocalGroup:
 def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
     """Tell the followers their shares, and return the leader's links of the group. Raise GroupEnded if one is gone."""
     for member, link in enumerate(links, start=1):
-        link.ask(MemberRequest(FORM, member, deal.members))
-        link.send(deal.ends)
+        with link.blamed("join the group"):
+            link.ask(MemberRequest(FORM, member, deal.members))
+            link.send(deal.ends)
     return LeaderLinks(links, deal)
 
 
@@ -183,7 +184,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     _logger.info("waiting for the other members of the group to load blocks %s", span)
     with links.exchange():
         for digest in as_completed(digests):
-            _check(digest, splitter.digest(), digests[digest], span)
+            _check_digest(digest, splitter.digest(), digests[digest], span)
     if not splitter.num_weights:
         raise ValueError(
             f"no linear layer of blocks {span} has 64 rows for each of {links.members} members of the group: "
@@ -192,12 +193,13 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
     return loaded
 
 
-def _check(received: Future[bytes], expected: bytes, link: MemberLink, span: Span) -> None:
+def _check_digest(received: Future[bytes], expected: bytes, link: MemberLink, span: Span) -> None:
     """Raise GroupEnded if a follower has not loaded the leader's weights."""
     with link.blamed(f"load blocks {span}"):
         if received.result() != expected:
             dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
             raise GroupEnded("it has loaded other weights than the leader")
+    link.has_loaded = True
 
 
 def _received_digest(link: MemberLink, clock: Callable[[], float] = time.monotonic) -> bytes:

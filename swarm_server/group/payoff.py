@@ -91,11 +91,12 @@ def measured(links: Sequence[MemberLink], quant: str, block_bytes: float, hidden
     number = QUANTS.index(quant)
     members = [measured_here(number)]
     for link in links:  # one after the other, because members on one machine share its memory
-        link.ask(MemberRequest(SPEED, number=number))
-        theirs = torch.empty(2, dtype=torch.float64)
-        link.receive(theirs)
-        if not float(theirs.min()) > 0:
-            raise GroupEnded("a member of the group reads nothing per second, or has no memory")
+        with link.blamed("measure its speed"):
+            link.ask(MemberRequest(SPEED, number=number))
+            theirs = torch.empty(2, dtype=torch.float64)
+            link.receive(theirs)
+            if not float(theirs.min()) > 0:
+                raise GroupEnded("it reads nothing per second, or has no memory")
         members.append((float(theirs[0]), float(theirs[1])))
     speeds, free_bytes = zip(*members, strict=True)
     rtts_s = tuple(_typical_s(link, 1) for link in links)
@@ -110,7 +111,8 @@ def measured_here(number: int) -> tuple[float, float]:
 
 
 def _typical_s(link: MemberLink, numbers: int) -> float:
-    times_s = [link.exchange_s(numbers) for _ in range(_WARM_UP + _TURNS)]
+    with link.blamed("exchange numbers"):
+        times_s = [link.exchange_s(numbers) for _ in range(_WARM_UP + _TURNS)]
     return statistics.median(times_s[_WARM_UP:])
 
 

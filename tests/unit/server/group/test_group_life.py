@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -23,10 +24,11 @@ from swarm_server import group_life
 from swarm_server.core.config import ServerConfig
 from swarm_server.group import following, forming, links, members, remote
 from swarm_server.group.following import Follower
-from swarm_server.group.forming import GroupLeader
+from swarm_server.group.forming import GroupLeader, _LeftOut
 from swarm_server.group.handshake import HandshakeFailed, Hello
-from swarm_server.group.links import GroupEnded
+from swarm_server.group.links import GroupEnded, LeaderLinks, MemberLink
 from swarm_server.group.members import Dismissal, FollowerLeftOut, dismiss
+from swarm_server.group.payoff import Payoff
 from swarm_server.group.remote import Lobby, connected_to_leader
 from swarm_server.group_life import GroupProcess
 from tests.swarm.waiting import wait_for
@@ -124,8 +126,10 @@ def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture
 class WaitingLink:
     """Stands for the link to a follower that waits in the lobby."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    failure, has_loaded, blamed = "", False, MemberLink.blamed
+
+    def __init__(self, name: str, host: str = "") -> None:
+        self.name, self.host = name, host
 
     def close(self) -> None:
         pass
@@ -138,7 +142,10 @@ def test_followers_that_are_left_out_are_told_once_and_start_no_group(monkeypatc
     now_s, waiting = 0.0, [slow, near]
     lobby = SimpleNamespace(waiting=lambda: waiting, open=lambda: None)
     leader = GroupLeader(ServerConfig(group_size=3), lobby, KEY, lambda: now_s)
-    leader._group, leader._left_out = SimpleNamespace(links=SimpleNamespace(members=2)), {"slow": 20.0}
+    leader._group, leader._left_out = (
+        SimpleNamespace(links=SimpleNamespace(members=2)),
+        {"slow": _LeftOut(20.0, "it is slow")},
+    )
     assert leader.should_form_again() and leader.should_form_again()
     assert [each[:2] for each in told] == [("slow", Dismissal.WAIT)] and told[0][2].endswith("in 1 min")
     leader._chosen([near, far], SimpleNamespace(best_followers=lambda _count: [0]))
@@ -148,6 +155,71 @@ def test_followers_that_are_left_out_are_told_once_and_start_no_group(monkeypatc
     assert [each[:2] for each in told[1:]] == [("far", Dismissal.LEAVE)] * 2
     waiting.append(near)
     assert leader.should_form_again()
+
+
+def test_a_machine_whose_followers_fail_waits_longer_each_time_until_one_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A follower that fails at every load would have the group formed again and again; its process has other names."""
+    told: list[tuple[str, Dismissal, str]] = []
+    monkeypatch.setattr(forming, "dismiss", lambda link, *order: told.append((link.name, *order)))
+    monkeypatch.setattr(forming, "_REJOIN_S", 0.0)
+    monkeypatch.setattr(forming, "hosted_bytes", lambda *_: [1e6])
+    monkeypatch.setattr(forming, "formed_links", lambda _links, deal: LeaderLinks([], deal))
+    now_s, waiting, fails, names = 0.0, [], True, itertools.count()
+
+    def measured(links_: list[WaitingLink], *_more: object) -> Payoff:
+        for link in links_:
+            if fails:
+                with link.blamed("load blocks 0:6"):
+                    raise GroupEnded("out of memory")
+            link.has_loaded = True
+        rates = (1e9,) * (len(links_) + 1)
+        return Payoff(1e9, (1e-6,) * len(links_), (1e-6,) * len(links_), rates, rates)
+
+    monkeypatch.setattr(forming, "measured", measured)
+    lobby = SimpleNamespace(
+        waiting=lambda: list(waiting),
+        open=lambda: None,
+        shut=lambda: None,
+        take=lambda links_: [waiting.remove(link) for link in links_],
+    )
+    leader = GroupLeader(ServerConfig(group="lab", group_size=3, group_key=Path("unread")), lobby, KEY, lambda: now_s)
+    leader.lead()
+
+    def come(host: str = "192.0.2.7") -> None:
+        waiting.append(WaitingLink(str(next(names)), host))
+
+    def form() -> None:
+        leader.form(SimpleNamespace(family=SimpleNamespace(hidden_size=8)), lambda: True)
+
+    def fail(pause_s: int) -> None:
+        caplog.clear()
+        come()
+        with pytest.raises(GroupEnded, match=r"the member at 192\.0\.2\.7 cannot load blocks 0:6: out of memory"):
+            form()
+        come()
+        form()  # alone
+        line = "the member at 192.0.2.7 cannot load blocks 0:6: out of memory; followers on that machine may join"
+        assert f"{line} again in {pause_s} s" in caplog.text
+        assert not leader.should_form_again() and told[-1][1] == Dismissal.WAIT
+        assert "cannot load blocks 0:6: out of memory; it may have a place again in" in told[-1][2]
+
+    for pause_s in (30, 60, 120):
+        fail(pause_s)
+        now_s += pause_s
+        assert leader.should_form_again()
+        waiting.clear()
+    fails = False
+    come()
+    form()
+    come("192.0.2.8")
+    assert leader.should_form_again()
+    form()
+    fails = True
+    fail(30)
+    come("192.0.2.8")
+    assert leader.should_form_again()  # with the other machine
 
 
 def test_a_follower_on_this_machine_says_why_it_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
