@@ -11,6 +11,7 @@ from functools import partial
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import FROM_SWARM, locate
 from swarm_models.checkpoints.files import HubUnreachable
+from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.core.access import server_access
@@ -28,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _MEET_S = 20.0  # for which a member waits for others before it leads those that are there
 _LOOK_S = 1.0
 _REACH_S = 10.0  # for a leader to answer that the swarm names
+_RETRY_S = 5.0  # between two attempts to join the swarm again
 
 
 class GroupProcess:
@@ -47,15 +49,26 @@ class GroupProcess:
     def lead(self, loop: asyncio.AbstractEventLoop) -> GroupLeader | None:
         """Return how to lead the group once this process should; follow until then. Return None after a signal.
 
+        The leader that has ended may be the only peer through which the swarm can be joined: wait until it is back.
+
         Raises:
             FollowerLeftOut: the group is faster without this process, which is no member of it any more.
             ValueError, SwarmError: the swarm, the leader or the model cannot be used.
         """
+        has_followed = False
         with undone_on_error(self._leave):
             while self._config.group is not None and not (self._leader is not None and self._leader.leads):
-                address = loop.run_until_complete(self._leader_elsewhere())
+                try:
+                    address = loop.run_until_complete(self._leader_elsewhere())
+                except NoSwarm as error:
+                    if not has_followed or isinstance(error, JoinRefused):
+                        raise
+                    _logger.warning("the group's leader has ended, and %s; trying again in %g s", error, _RETRY_S)
+                    time.sleep(_RETRY_S)
+                    continue
                 if address is not None and not self._follow(address):
                     return None
+                has_followed = True
         return self._leader
 
     def _leave(self) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.failures import first_line
+from swarm_protocol.failures import first_line, undone_on_error
 from swarm_protocol.span import Span
 from swarm_server.core.config import MOST_MEMBERS
 from swarm_server.group.handshake import HandshakeFailed
@@ -98,14 +98,15 @@ class LocalGroup:
     def __init__(self, make_loader: MakeLoader, members: int) -> None:
         """Start the followers; ``members`` counts the leader, too."""
         self.processes: list[BaseProcess] = []
-        links = []
-        for member in range(1, members):
-            ends = LinkEnds.on_this_machine()
-            self.processes.append(_started(make_loader, ends, member))
-            links.append(MemberLink(ends.leader, ends.memory.fileno(), 0))
-            ends.follower.close()
-            ends.memory.close()
-        self.links = formed_links(links, Deal.by_speed([1.0] * members))
+        links: list[MemberLink] = []
+        with undone_on_error(lambda: self._end(links)):
+            for member in range(1, members):
+                ends = LinkEnds.on_this_machine()
+                self.processes.append(_started(make_loader, ends, member))
+                links.append(MemberLink(ends.leader, ends.memory.fileno(), 0))
+                ends.follower.close()
+                ends.memory.close()
+            self.links = formed_links(links, Deal.by_speed([1.0] * members))
         self._watch = MemberWatch(self.links)
 
     def find_failure(self) -> GroupEnded | None:
@@ -123,7 +124,11 @@ class LocalGroup:
 
     def close(self) -> None:
         """End the followers."""
-        self.links.close()
+        self._end(self.links.links)
+
+    def _end(self, links: Sequence[MemberLink]) -> None:
+        for link in links:
+            link.close()
         for process in self.processes:
             process.join(_ENDING_S)
             if process.is_alive():

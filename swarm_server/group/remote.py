@@ -211,7 +211,7 @@ def connected_to_leader(address: str, group_key: bytes, hello: Hello, limit_s: f
             continue
         try:
             return shake_hands(connection, group_key, hello, leads=False)
-        except GroupEnded as error:
+        except (GroupEnded, OSError) as error:
             connection.close()
             if not said:
                 _logger.info("the leader at %s lets nobody in at this moment: %s", address, error)

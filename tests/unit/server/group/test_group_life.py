@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarm_protocol.dht.records import GroupCandidate
-from swarm_protocol.errors import CheckpointError
+from swarm_protocol.errors import CheckpointError, JoinRefused, NoSwarm
 from swarm_server import group_life
 from swarm_server.core.config import ServerConfig
 from swarm_server.group import following, forming, links, members, remote
@@ -222,6 +222,21 @@ def test_a_machine_whose_followers_fail_waits_longer_each_time_until_one_has_loa
     assert leader.should_form_again()  # with the other machine
 
 
+def test_followers_on_this_machine_end_if_another_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, ended = iter([True, False]), []
+
+    def start(_make_loader: object, ends: links.LinkEnds, member: int) -> SimpleNamespace:
+        if not next(started):
+            raise OSError("no more processes")
+        theirs = ends.follower.dup()
+        return SimpleNamespace(join=lambda _limit_s: ended.append(theirs.recv(1)), is_alive=lambda: False)
+
+    monkeypatch.setattr(members, "_started", start)
+    with pytest.raises(OSError, match="no more processes"):
+        members.LocalGroup(lambda: None, 3)
+    assert ended == [b""]  # its link is closed, and the leader has waited for its end
+
+
 def test_a_follower_on_this_machine_says_why_it_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def follow(_load: object, _link: object) -> None:
         raise CheckpointError("the file is gone")
@@ -255,6 +270,38 @@ def test_a_process_that_is_left_out_lets_nobody_in_any_more(monkeypatch: pytest.
     wait_for(lambda: process._leader._lobby._listener.fileno() == -1, "the lobby is closed")
     alone = config.without_group()
     assert not alone.is_in_group and (alone.group, alone.group_key) == (None, None)
+
+
+def test_a_member_that_has_followed_waits_for_the_swarm_whose_only_peer_was_the_leader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(group_life, "_revision", lambda _config: "")
+    monkeypatch.setattr(group_life, "_RETRY_S", 0.0)
+    config = ServerConfig(group="lab", group_size=2, group_key=tmp_path / "group.key")
+    unreachable = NoSwarm("no initial peer answered: the leader")
+
+    def led(*met: str | Exception | None) -> GroupLeader | None:
+        """The life of a member that meets these leaders one after the other; None: it leads."""
+        process, meetings = GroupProcess(config), iter(met)
+        process._leader = process._new_leader("127.0.0.1")
+
+        async def leader_elsewhere() -> str | None:
+            if isinstance(address := next(meetings), Exception):
+                raise address
+            if address is None:
+                process._leader.lead()
+            return address
+
+        monkeypatch.setattr(process, "_leader_elsewhere", leader_elsewhere)
+        monkeypatch.setattr(process, "_follow", lambda _address: True)
+        with closing(asyncio.new_event_loop()) as loop, closing(process._leader):
+            return process.lead(loop)
+
+    assert led("192.0.2.1:9", unreachable, unreachable, None) is not None
+    assert caplog.text.count("has ended, and no initial peer answered: the leader; trying again in 0 s") == 2
+    for error, met in ((NoSwarm, [unreachable]), (JoinRefused, ["192.0.2.1:9", JoinRefused("the clock is wrong")])):
+        with pytest.raises(error):
+            led(*met)
 
 
 def test_silent_connections_keep_nobody_out() -> None:
@@ -309,6 +356,22 @@ def test_a_follower_without_a_place_looks_for_the_leader_again(caplog: pytest.Lo
         Follower(lobby.address, KEY, HELLO, lambda: None)._follow_once(lambda *_: None, 10, wait_s=0.01)
     assert f"waiting for a place in the group of the leader at {lobby.address}" in caplog.text
     assert "the group has ended: a member of the group has ended" in caplog.text
+
+
+def test_a_follower_tries_again_if_a_connection_breaks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some systems report a reset connection when its options are set."""
+    failures, shake_hands = iter([OSError("Invalid argument")]), remote.shake_hands
+
+    def shake(*arguments: object, leads: bool) -> MemberLink:
+        if not leads and (failure := next(failures, None)):
+            raise failure
+        return shake_hands(*arguments, leads=leads)
+
+    monkeypatch.setattr(remote, "_RETRY_S", 0.0)
+    monkeypatch.setattr(remote, "shake_hands", shake)
+    with member() as (leader, lobby):
+        leader.lead()
+        assert connected_to_leader(lobby.address, KEY, HELLO, 10).is_connected()
 
 
 def test_signals_are_heard_as_before_once_a_follower_has_ended() -> None:
