@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import pytest
 import torch
 
 from swarm_client import DistributedModel
-from swarm_server.group import links
+from swarm_server.group import links, members
 from swarm_server.group.group_key import read_group_key
+from swarm_server.group.links import GroupEnded
+from swarm_server.node import hosting
 from swarm_server.node.addresses import free_port
+from swarm_server.placement import slow_follower
 from tests.swarm.harness import InProcessServers, Watcher
 from tests.swarm.processes import ServerProcess, is_alive
-from tests.swarm.waiting import wait_for
+from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
@@ -48,6 +56,42 @@ def test_a_member_killed_in_mid_generation(server_process, tmp_path: Path) -> No
         assert f"process {follower}, a member of the group, has ended; this server has left the swarm" in group.stderr
         assert "Traceback" not in group.stderr
         assert group.terminate() == 0
+
+
+@pytest.mark.slow
+def test_a_member_slowed_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leader leaves the swarm to form the group without it, and the other server goes on with the same tokens."""
+    save_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=320)
+    monkeypatch.setattr(members, "_WINDOW_S", inf)
+    with InProcessServers(tmp_path) as servers:
+        servers.start("0:6", quant="int8", throughput=1.0)
+        client = {"initial_peers": servers.initial_peers, "swarm": servers.swarm}
+        with DistributedModel.from_pretrained(str(tmp_path), **client) as alone:
+            expected = generate(alone, 40)
+        (group,) = servers.start("0:6", quant="int8", throughput=1000.0, group_size=2)
+        ended = servers._running.pop(group)
+        (follower,) = [each for each in multiprocessing.active_children() if each.name == "group-1"]
+
+        def hinder() -> None:
+            while not ended.done():
+                for number, pause_s in ((signal.SIGSTOP, 0.05), (signal.SIGCONT, 0.002)):
+                    with suppress(ProcessLookupError):  # the leader has ended it
+                        os.kill(follower.pid, number)
+                    time.sleep(pause_s)
+
+        hindering = threading.Thread(target=hinder)
+
+        def slow_down() -> None:
+            monkeypatch.setattr(members, "_WINDOW_S", 0.0)
+            monkeypatch.setattr(slow_follower, "BUSY_S", 0.001)
+            monkeypatch.setattr(hosting, "_WATCH_GROUP_S", 0.01)
+            hindering.start()
+
+        with DistributedModel.from_pretrained(str(tmp_path), **client) as together:
+            assert torch.equal(generate(together, 40, streamer=Watcher(3, slow_down)), expected)
+        with pytest.raises(GroupEnded, match=f"process {follower.pid}, a member of the group, makes it slow"):
+            ended.result(DEADLINE_S)
+        hindering.join()
 
 
 @pytest.mark.slow
@@ -162,9 +206,9 @@ def _leads(process: ServerProcess) -> bool:
     return any(line.startswith("ready") and " group=2 " in line for line in process.stdout)
 
 
-def generate(model: DistributedModel, **options) -> torch.Tensor:
+def generate(model: DistributedModel, num_tokens: int = 12, **options) -> torch.Tensor:
     model.generation_config.eos_token_id = None
-    return model.generate(PROMPT, max_new_tokens=12, do_sample=False, **options)
+    return model.generate(PROMPT, max_new_tokens=num_tokens, do_sample=False, **options)
 
 
 def _command(pid: int) -> bytes:
