@@ -31,6 +31,8 @@ def views(draw: st.DrawFn, max_size: int = 7) -> SwarmView:
 
 def most_tokens_per_s(servers: tuple[ServerRecord, ...]) -> float:
     """By linear programming: how much time each server gives to each of its blocks, so that most passes all of them."""
+    if not set(range(NUM_BLOCKS)) <= {block for server in servers for block in server.span}:
+        return 0.0
     pairs = [(index, block) for index, server in enumerate(servers) for block in server.span]
     upper = np.zeros((NUM_BLOCKS + len(servers), len(pairs) + 1))
     for column, (index, block) in enumerate(pairs):
