@@ -30,6 +30,7 @@ from swarm_server.placement.capacity import Coverage
 
 NUM_BLOCKS, NEED_TOKENS = 80, 1000
 SIZES = {10: None, 100: None, 1000: 20.0, 10_000: 200.0}  # servers: the most milliseconds that are wanted
+SPREADS, QUICK_SPREADS = 50, 10  # swarms over which micro-batches are spread
 QUICK_CASES, QUICK_SERVERS = 50, 1000
 WORST_EXCESS = 0.01
 REVISION, UNKNOWN_RTT_S = "r", 0.02
@@ -157,8 +158,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="50 small swarms, and large ones of up to 1000 servers")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    num_spreads = SPREADS
     if args.quick:
-        args.cases = QUICK_CASES
+        args.cases, num_spreads = QUICK_CASES, QUICK_SPREADS
     console = Console(highlight=False)
     found = list(islice((value for seed in count() if (value := excess(seed)) is not None), args.cases))
     console.print(
@@ -167,10 +169,10 @@ def main() -> None:
     )
     shares = {}
     for num_batches in MICRO_BATCHES:
-        values = islice((v for seed in count() if (v := spread_quality(seed, num_batches)) is not None), 50)
+        values = islice((v for seed in count() if (v := spread_quality(seed, num_batches)) is not None), num_spreads)
         shares[num_batches] = statistics.mean(values)
     console.print(
-        "spread over 50 swarms, of the most they can carry: "
+        f"spread over {num_spreads} swarms, of the most they can carry: "
         + ", ".join(f"{share:.2f} with {num_batches} micro-batches" for num_batches, share in shares.items())
     )
     table = Table("servers", "ms per route", "slowest", "target", title=f"{NUM_BLOCKS} blocks", box=None)
