@@ -30,7 +30,7 @@ run = partial(run_virtually, limit_s=100_000)
 pytestmark = pytest.mark.run_by(function=run)
 
 SEEDS_PER_TEST, TESTS = 12, 1
-SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 3, 20
+SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 1, 20
 
 
 class Scenario:
