@@ -12,6 +12,7 @@ import pytest
 from tests.worlds.virtual_time import run_virtually
 
 SLOW = pytest.mark.slow
+LONG = pytest.mark.long
 IN_VIRTUAL_TIME = pytest.mark.run_by(function=partial(run_virtually, limit_s=600.0))
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 

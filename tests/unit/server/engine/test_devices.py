@@ -24,10 +24,10 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
-from tests.marks import SLOW
+from tests.marks import LONG, SLOW
 from tests.simulated_devices import FIRST, SECOND, SimulatedDevices
 from tests.unit.server.engine.test_engine import HOSTED, OF_STATES, PLENTY, Generation, advance
-from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
+from tests.zoo import ALIKE, BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
 
 CPU = torch.device("cpu")
 PARTS = (Span(0, 2), Span(2, 3), Span(3, BLOCKS))
@@ -39,10 +39,11 @@ Make = Callable[..., Engine]
 
 
 def combined(names: Iterable[str], placements: Iterable[str] = EVERYWHERE) -> list[Any]:
-    """Return each family with each placement as one parameter."""
+    """Return each family with each placement as one parameter; those whose blocks are made like another's are long."""
     marks = {"cuda": (pytest.mark.cuda,)}
+    tiers = dict.fromkeys(ALIKE, (LONG,)) | dict.fromkeys(OFTEN, ())
     return [
-        pytest.param(name, placement, marks=(*marks.get(placement, ()), *(() if name in OFTEN else (SLOW,))))
+        pytest.param(name, placement, marks=(*marks.get(placement, ()), *tiers.get(name, (SLOW,))))
         for name in names
         for placement in placements
     ]

@@ -32,7 +32,7 @@ from swarm_server.group.members import LoadSign, MemberWatch, follow, formed_lin
 from swarm_server.group.split_weight import SplitWeight, answer
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
-from tests.marks import SLOW
+from tests.marks import LONG, SLOW
 from tests.unit.server.session_outputs import session_outputs
 from tests.zoo import ALIKE, SUPPORTED, doubled_widths, save_checkpoint
 
@@ -41,6 +41,16 @@ pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled ker
 CPU = torch.device("cpu")
 SPAN = Span(1, 4)  # where each family has blocks of all its kinds
 INT4 = ("gpt2", "gpt_oss", "deepseek_v32", "qwen3_next")
+OFTEN = (*INT4, "llama", "mixtral", "gemma3_text", "mamba2")  # fused and single layers, experts, windows, states
+
+
+def tier_of(family: str, quant: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a family: those with blocks like another's are long, and int4 splits rows as int8 does."""
+    if family in ALIKE:
+        return (LONG,)
+    if quant == "int4":
+        return () if family in INT4 else (LONG,)
+    return () if family in OFTEN else (SLOW,)
 
 
 def saved(family: str, directory: Path, seed: int = 0) -> Path:
@@ -119,8 +129,10 @@ def test_outputs_are_those_of_one_server(
 @pytest.mark.parametrize(
     ("family", "quant"),
     [
-        *(pytest.param(name, "int8", marks=SLOW if name in ALIKE else ()) for name in SUPPORTED),
-        *(pytest.param(name, "int4", marks=() if name in INT4 else SLOW) for name in SUPPORTED if name not in ALIKE),
+        pytest.param(name, quant, marks=tier_of(name, quant))
+        for quant in ("int8", "int4")
+        for name in SUPPORTED
+        if quant == "int8" or name not in ALIKE
     ],
 )
 def test_outputs_of_every_family_are_those_of_one_server(family: str, quant: str, tmp_path: Path) -> None:
