@@ -178,17 +178,17 @@ def test_the_relay_is_killed_in_mid_generation(lab, expected):
 
 @pytest.mark.parametrize("way", ["through the relay", "directly"])
 def test_routers_that_forget_silent_connections(lab, expected, way):
-    """Both forget after 12 s; the client is silent for longer in the middle of a generation, and before it."""
+    """Both forget after 9 s; the client is silent for longer in the middle of a generation, and before it."""
     for home in ("home-a", "home-b"):
-        lab.network.forget_after(home, 12)
+        lab.network.forget_after(home, 9)
         if way == "directly":
             lab.network.says_nothing(home)
     lab.serve("one", "0:2")
-    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "4")
+    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "3")
     wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
     client = lab.generate(waits_after=6)
     seen = [int(client.stdout.readline()) for _ in range(6)]
-    time.sleep(30.0)
+    time.sleep(20.0)
     assert seen + tokens_of(client) == expected
     assert "does not answer any more" not in hidden.stderr
 
