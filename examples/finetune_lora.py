@@ -20,7 +20,7 @@ VERBS = ("read", "write", "open", "close", "find", "remove", "count", "copy", "s
 THINGS = ("file", "line", "name", "header", "message", "value", "address", "table")
 HELD_OUT = ("sort_items", "load_module", "check_password", "draw_circle", "wait_event", "split_path")
 FUNCTIONS = [f"{verb}_{thing}" for verb in VERBS for thing in THINGS]
-STEPS, BATCH = 15, 16
+STEPS, BATCH = 10, 16
 
 
 def prompt_for(function: str) -> str:

@@ -16,7 +16,7 @@ from finetune_lora import BATCH, FUNCTIONS, HELD_OUT, make_batch, show_habit
 from little_swarm import connected, flags
 
 HABIT = "Deprecated:"
-STEPS = 30
+STEPS = 20
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from little_swarm import connected, flags
 from peft import LoraConfig
 
-CHARACTERS, TYPOS, STEPS, BATCH, HELD_OUT = 80, 0.2, 30, 12, 50
+CHARACTERS, TYPOS, STEPS, BATCH, HELD_OUT = 80, 0.2, 20, 12, 50
 TEMPERATURE = 0.05
 
 
