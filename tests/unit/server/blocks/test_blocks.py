@@ -14,7 +14,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from tests.families import families
-from tests.marks import SLOW
+from tests.marks import LONG, SLOW
 from tests.splitting import (
     BATCH,
     PROMPT,
@@ -61,7 +61,7 @@ def swarm(request, swarm_of: Callable[[str], Swarm]) -> Swarm:
 @pytest.mark.parametrize(
     ("swarm", "chain"),
     [
-        *(pytest.param(name, "two", marks=SLOW if name in ALIKE else ()) for name in SPLIT),
+        *(pytest.param(name, "two", marks=LONG if name in ALIKE else ()) for name in SPLIT),
         *(pytest.param(name, "in-the-middle", marks=SLOW) for name in ("llama", "gemma3_text", "qwen3_next")),
         *(pytest.param(name, "single-blocks", marks=SLOW) for name in UNLIKE),
     ],
