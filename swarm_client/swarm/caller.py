@@ -36,8 +36,8 @@ class ClientIdentity:
 
     @cached_property
     def identity(self) -> Identity:
-        """Return the identity in the DHT. Processes may share a membership, but no two DHT nodes may share a key."""
-        return Identity.generate() if self.access.token else self.access.identity
+        """Return the identity in the DHT. Processes may share a membership or a key file, but DHT nodes never a key."""
+        return Identity.generate() if self.access.token or self._config.identity else self.access.identity
 
     @cached_property
     def credentials(self) -> ClientCredentials:
