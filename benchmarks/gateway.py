@@ -301,6 +301,7 @@ def main() -> None:
     parser.add_argument(
         "--beside", type=Path, metavar="CHECKOUT", help="with --mixed: its servers and gateway take turns"
     )
+    parser.add_argument("--workers", type=int, default=1, help="with --mixed: processes of the gateway")
     parser.add_argument("--seconds", type=float, default=180.0, help="with --mixed: of one run")
     parser.add_argument(
         "--server-cores", type=float, help="with --mixed: cores of each server, as on a machine of its own; needs root"

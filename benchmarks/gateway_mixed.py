@@ -23,12 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 from common import json_row
 from cpu_share import cpu_share
 from local_servers import cpu_s_of, local_servers
 from make_model import SHAPES
 from openai import AsyncOpenAI
 from repository import ROOT
+
+from swarm_gateway.app.serving import SERVING_ON
 
 WORDS = (10, 20, 60, 200, 500)  # of prompts
 ENGLISH = """
@@ -181,13 +184,19 @@ def measure_mixed(
         servers = stack.enter_context(local_servers(swarm, spans, of_server, hosts=hosts, root=checkout))
         command = [sys.executable, "-m", "swarm_client", "serve", "--model", str(path), "--swarm", swarm]
         command += ["--head-quant", args.head_quant, "--max-active", str(num_streams), "--history", "none"]
+        if args.workers > 1:  # a checkout beside this one may not know the flag
+            command += ["--workers", str(args.workers)]
         if args.keys > 1:
             keys = directory / "keys"
             keys.write_text("\n".join(KEYS))
             command += ["--api-keys", str(keys)]
         log = directory / "log"
         gateway = stack.enter_context(http_server(command, threads=1, root=checkout, log_file=log))
-        pids = [*(server.pid for server in servers), gateway.pid]
+        if args.workers > 1:
+            while SERVING_ON not in log.read_text():  # all workers are ready
+                time.sleep(0.2)
+        of_gateway = [gateway.pid, *(child.pid for child in psutil.Process(gateway.pid).children())]
+        pids = [*(server.pid for server in servers), *of_gateway]
         before_s = [cpu_s_of(pid) for pid in pids]
         try:
             streams = asyncio.run(run_mixed(gateway.url, path, num_streams, args.keys, args.seconds))
@@ -198,7 +207,8 @@ def measure_mixed(
         moves = [line for line in log.read_text().splitlines() if _MOVED.search(line)]
     for line in moves:
         print(line, file=sys.stderr)
-    return Mixed.of(streams, args.seconds, len(moves), cpu_s)
+    by_process = [*cpu_s[: len(servers)], sum(cpu_s[len(servers) :])]
+    return Mixed.of(streams, args.seconds, len(moves), by_process)
 
 
 def measure_mixed_streams(path: Path, args: argparse.Namespace, http_server: Callable[..., Any]) -> Iterator[dict]:

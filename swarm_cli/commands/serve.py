@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from swarm_cli.commands.flags import Command, Commands, add_remote_flags, remote_config
-from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve
+from swarm_gateway.app.serving import ServeSettings, add_serve_flags, serve, serve_by_workers
 from swarm_models.checkpoints.default_model import named_model
 from swarm_protocol.access.member_flags import CONFIG_RULES
 from swarm_protocol.imports.light_imports import import_for_text
 from swarm_protocol.process import signals
 from swarm_protocol.process.config_file import apply_config
-from swarm_protocol.process.invocation import add_command, typed
+from swarm_protocol.process.invocation import add_command, command_like_this, typed
 
 
 def add_serve(commands: Commands) -> None:
@@ -43,6 +44,9 @@ def serve_command(args: argparse.Namespace) -> Command:
     config, settings = remote_config(args), ServeSettings.from_flags(args)
 
     def run() -> None:
+        if settings.workers > 1 and settings.share is None:
+            signals.unwind_on_signals()
+            return serve_by_workers(settings, [*command_like_this("serve"), *sys.argv[2:]])
         import_for_text()
         signals.unwind_on_signals()
         serve(settings, config, named_model(args), args.revision)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -17,7 +16,7 @@ from swarm_gateway.anthropic_api.formats import ANTHROPIC
 from swarm_gateway.batch_api.endpoints import batch_router
 from swarm_gateway.batch_api.store import BatchStore
 from swarm_gateway.batch_api.worker import BatchWorker
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue, RateLimit
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, LocalAdmission, RequestAdmission
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.monitor_api.endpoints import MONITOR_PREFIX, Monitored, monitor_router
 from swarm_gateway.ollama_api.endpoints import OLLAMA_PREFIX, ollama_router
@@ -42,6 +41,8 @@ def create_app(
     responses: ResponseStore | None = None,
     batches: BatchStore | None = None,
     telemetry: Telemetry | None = None,
+    admission: RequestAdmission | None = None,
+    answers_batches: bool = True,
 ) -> FastAPI:
     """Return the application, which serves on one event loop.
 
@@ -51,21 +52,16 @@ def create_app(
         batches: the files and batches; None if there are none. They go on while the application runs.
         keys: see ``Gateway``.
         telemetry: where traces and metrics go besides ``/metrics``.
+        admission: what decides on requests; by default ``limits`` of this process alone.
+        answers_batches: whether this process answers the requests of ``batches``.
     """
-    queue = GenerationQueue(limits, is_shared=len(keys) > 1)
-    gateway = Gateway(
-        models,
-        queue,
-        RateLimit(limits.requests_per_minute, time.monotonic),
-        Metrics(queue),
-        tuple(keys),
-        Preparations(limits, is_shared=len(keys) > 1),
-    )
+    admission = admission or LocalAdmission(limits, is_shared=len(keys) > 1)
+    gateway = Gateway(models, admission, Preparations(admission), Metrics(admission), tuple(keys))
     worker = None if batches is None else BatchWorker(gateway, batches)
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
-        if worker is not None:
+        if worker is not None and answers_batches:
             worker.start()
         yield
         if worker is not None:
@@ -92,7 +88,7 @@ def create_app(
 
     @app.get("/metrics", dependencies=[Depends(gateway.admit)])
     async def show_metrics() -> Response:
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:

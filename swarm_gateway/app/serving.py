@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import errno
 import importlib.util
 import logging
+import os
 import shlex
 import socket
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm_client.core.config import ClientConfig
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, read_keys
+from swarm_gateway.app.worker_share import IDENTITY, WorkerShare
+from swarm_gateway.limits.admission import DEFAULT_LIMITS, GatewayLimits, LocalAdmission, read_keys
+from swarm_gateway.limits.remote_admission import RemoteAdmission
 from swarm_protocol.config_flags import ConfigFlags, Flag
 from swarm_protocol.net.hosts import is_loopback_host
 from swarm_protocol.process import signals
@@ -41,10 +46,16 @@ class ServeSettings:
     history: str | None = None  # a file, or "none"; None: a file in the user's data directory
     responses: Path | None = None  # a file for what /v1/responses stores; None: in memory
     batches: Path | None = None  # a file for /v1/files and /v1/batches; None: there are none
+    workers: int = 1  # processes that answer requests
+    share: WorkerShare | None = None  # of a worker with its parent; None: this process is no worker
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
+        if self.workers < 1:
+            raise ValueError(f"--workers is {self.workers}: expected at least 1")
+        if self.workers > 1 and os.name != "posix":
+            raise ValueError(f"--workers is {self.workers}: expected 1, because this system cannot share a socket so")
         if not self.keys and not is_loopback_host(self.host):
             raise ValueError(
                 f"--host {self.host} is reached from other machines: give --api-keys FILE, with a key in each line"
@@ -57,13 +68,16 @@ class ServeSettings:
             raise ValueError("serve needs more packages: pip install 'swarm-lm[serve]'")
         keys = () if args.api_keys is None else read_keys(args.api_keys)
         limits = GatewayLimits(**_LIMITS.values(args))
-        return cls(keys=keys, limits=limits, **_PLACE.values(args), **_FILES.values(args))
+        files, share = _FILES.values(args), WorkerShare.of_this_process()
+        files = files if share is None else share.files(files)
+        return cls(keys=keys, limits=limits, share=share, **_PLACE.values(args), **files)
 
 
 _PLACE = ConfigFlags(
     ServeSettings,
     Flag("host", "address to listen on; one that other machines reach needs --api-keys"),
     Flag("port", "port to listen on; 0: any free port", metavar="N"),
+    Flag("workers", "processes that answer requests, behind the one port", metavar="N"),
 )
 _LIMITS = ConfigFlags(
     GatewayLimits,
@@ -91,8 +105,36 @@ def add_serve_flags(command: argparse.ArgumentParser) -> None:
     _FILES.add_to(command)
 
 
+def serve_by_workers(settings: ServeSettings, command: Sequence[str]) -> None:
+    """Serve until a signal, in processes that run ``command``, which is that of this process.
+
+    Raises:
+        ValueError: the gateway cannot listen at the address, or a file cannot be used.
+        SwarmError: a worker was ended from outside before all were ready.
+        SystemExit: a worker has failed at its start, and has said why.
+    """
+    from swarm_gateway.app.workers import WorkerPool
+    from swarm_gateway.batch_api.store import BatchStore
+    from swarm_protocol.net.identity import Identity
+    from swarm_protocol.process.scratch import scratch_directory
+
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
+        if settings.batches is not None:  # keeps other gateways away from the file
+            stack.enter_context(contextlib.closing(BatchStore(settings.batches)))
+        directory = scratch_directory()
+        Identity.load_or_create(directory / IDENTITY)
+        admission = LocalAdmission(settings.limits, is_shared=len(settings.keys) > 1, num_workers=settings.workers)
+
+        async def run_workers() -> int:
+            return await WorkerPool(command, settings.workers, admission, listener, directory).run()
+
+        if code := asyncio.run(run_workers()):
+            sys.exit(code)
+
+
 def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: str | None) -> None:
-    """Serve until a signal.
+    """Serve until a signal, in this process.
 
     Raises:
         ValueError: the gateway cannot listen at the address, or a file cannot be used.
@@ -111,13 +153,21 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
     from swarm_gateway.web.models import SwarmModels, check_model
     from swarm_protocol.telemetry.exporting import start
 
+    share = settings.share
+    remote: RemoteAdmission | None = None
+    if share is not None and config.identity is None and not client_access(config).token:
+        config = replace(config, identity=share.identity)
     model, files = check_model(model, revision, config)
-    with (
-        contextlib.closing(listen(settings.host, settings.port)) as listener,
-        contextlib.closing(start("swarm-gateway")) as telemetry,
-    ):
+    with contextlib.ExitStack() as stack:
+        if share is None:
+            listener = listen(settings.host, settings.port)
+        else:
+            listener, connection = share.sockets()
+            remote = RemoteAdmission(settings.limits, connection)
+        stack.enter_context(contextlib.closing(listener))
+        telemetry = stack.enter_context(contextlib.closing(start("swarm-gateway")))
         responses = ResponseStore(settings.responses)
-        batches = None if settings.batches is None else BatchStore(settings.batches)
+        batches = None if settings.batches is None else BatchStore(settings.batches, locks=share is None)
         recorder = HistoryRecorder(Monitor(config), open_history(settings.history, config.swarm))
         models = SwarmModels(config, model, revision, GenerationLoop, files=files, monitor=recorder)
         is_private = client_access(config).control is not None
@@ -130,11 +180,13 @@ def serve(settings: ServeSettings, config: ClientConfig, model: str, revision: s
             responses=responses,
             batches=batches,
             telemetry=telemetry,
+            admission=remote,
+            answers_batches=share is None or share.number == 0,
         )
         background.run(recorder.start())
         try:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # the normal ways to end
-                run(app, listener, _greeting(settings, listener, models.own))
+                run(app, listener, _greeting(settings, listener, models.own), remote)
         finally:
             models.close()
             responses.close()
@@ -153,16 +205,24 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from None
 
 
-def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str]) -> None:
-    """Serve until a signal. Print the lines of the greeting once the server accepts connections."""
+def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str], remote: RemoteAdmission | None = None) -> None:
+    """Serve until a signal. Print the lines of the greeting once the server accepts connections.
+
+    ``remote``: a worker's connection to its parent, which prints the greeting instead. The worker ends with the parent.
+    """
     import uvicorn
 
     from swarm_gateway.app.connections import IncomingRequests, protocol_of
 
     class GatewayServer(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            if remote is not None:
+                await remote.start(on_lost=self.end)
             await super().startup(sockets)
-            print(*greeting, sep="\n", flush=True)
+            if remote is not None:
+                remote.say_ready(greeting)
+            else:
+                print(*greeting, sep="\n", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # cutting answers off now is no error

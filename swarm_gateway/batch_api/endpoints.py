@@ -32,7 +32,7 @@ def batch_router(gateway: Gateway, worker: BatchWorker) -> APIRouter:
 
     @router.post("/files")
     async def upload(request: Request, key: str = Depends(gateway.admit)) -> Response:
-        gateway.rate.count(key)
+        await gateway.admission.count(key)
         name, purpose, content = await _uploaded(request)
         return JSONResponse(await asyncio.to_thread(store.add_file, key, name, purpose, content))
 

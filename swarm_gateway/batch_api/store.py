@@ -49,15 +49,17 @@ class StoredBatch:
 class BatchStore:
     """The files and batches of all keys. All methods may be called by any thread."""
 
-    def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES, *, locks: bool = True) -> None:
         """Open the file; None keeps all in memory. No file is taken once files and answers have ``most_bytes``.
+
+        ``locks``: keep other gateways away from the file; False if the parent of this process does so.
 
         Raises:
             ValueError: the file cannot be used, or another process uses it, which would answer the same batches.
         """
         self._most_bytes = most_bytes
         self._database = Database(path, _APPLICATION_ID, _TABLES, "batches")
-        self._locked = None if path is None else path.open("rb")
+        self._locked = path.open("rb") if locks and path is not None else None
         if self._locked is not None and not try_lock(self._locked):
             self.close()
             raise ValueError(f"{path} is in use: another gateway answers its batches")

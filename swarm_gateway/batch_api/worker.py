@@ -24,7 +24,7 @@ from swarm_gateway.web.http import Gateway, as_api_error
 from swarm_protocol.failures import any_error_as
 from swarm_protocol.process.routine import end_tasks
 
-_LOOK_S = 1.0  # between two looks at whether others wait
+_LOOK_S = 1.0  # between two looks at the store, and at whether others wait
 _RETRY_S = 10.0  # before a request is tried again that the swarm could not answer
 _logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class BatchWorker:
 
     def __init__(self, gateway: Gateway, store: BatchStore) -> None:
         self.store, self._gateway = store, gateway
-        self._most = max(1, gateway.queue.most_active // 2)
+        self._most = max(1, gateway.admission.limits.max_active // 2)
         self._jobs: dict[str, _Job] = {}  # by owner
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -91,9 +91,9 @@ class BatchWorker:
             except sqlite3.Error as error:  # such as a full disk: the batches go on once it has room
                 _logger.warning("batches cannot go on at present: %s", error)
                 await asyncio.sleep(_RETRY_S)
-            self._begin_lines()
+            await self._begin_lines()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S if self._jobs else None):
+                async with asyncio.timeout(_LOOK_S):  # another process may have taken a batch
                     await self._news.wait()
 
     async def _look(self) -> None:
@@ -146,11 +146,14 @@ class BatchWorker:
             del self._jobs[batch.owner]
         self._news.set()  # the next batch of this key may begin
 
-    def _begin_lines(self) -> None:
+    async def _begin_lines(self) -> None:
         """Begin requests, one of each batch in turn, while there is room for them."""
-        queue, now_s = self._gateway.queue, time.monotonic()
+        admission, now_s = self._gateway.admission, time.monotonic()
+        load = await admission.load()
         num_running = sum(len(job.running) for job in self._jobs.values())
-        num_free = min(self._most - num_running, queue.most_active - queue.num_active) if not queue.num_queued else 0
+        num_free = min(self._most - num_running, admission.limits.max_active - load.num_active)
+        if load.num_queued:
+            return
         while num_free > 0:
             ready = [job for job in self._jobs.values() if job.pending and job.resting_until_s <= now_s]
             if not ready:

@@ -40,7 +40,7 @@ class ReceivedRequest(Generic[R]):
 async def read_request(gateway: Gateway, kind: type[R], request: Request, key: str) -> ReceivedRequest[R]:
     """Count the request for its key, and read its body. Raise ApiError if it is refused."""
     began_s = time.perf_counter()
-    gateway.rate.count(key)
+    await gateway.admission.count(key)
     body = await read_body(request)
     return ReceivedRequest(gateway, key, parse(kind, body), len(body), began_s)
 
@@ -62,7 +62,7 @@ async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionR
     new_reader = partial(answer_reader, asked, model, requests[0].prompt)
     new_reader()  # an unknown format is refused before a place is taken
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
-    places = gateway.queue.join(received.key, len(requests))
+    places = await gateway.admission.join(received.key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
     operation = "chat" if isinstance(asked, ChatRequest) else "text_completion"
     began_s = received.began_s

@@ -30,7 +30,7 @@ async def vectors_of(
     inputs = await gateway.preparations.run(key, received.num_bytes, lambda: _tokens_of(asked, model))
     num_tokens = sum(map(len, inputs))
     vectors: list[list[float]] = [[] for _ in inputs]
-    places = gateway.queue.join(key, min(_TOGETHER, len(inputs)))
+    places = await gateway.admission.join(key, min(_TOGETHER, len(inputs)))
     numbered = enumerate(inputs)
     tasks = [asyncio.create_task(_embed(model, place, numbered, vectors)) for place in places]
     gateway.metrics.prompt_tokens.inc(num_tokens)

@@ -7,13 +7,16 @@ import hashlib
 import hmac
 import math
 import secrets
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, Protocol
 
 _RETRY_S = 5  # the wait after which a client that found the queue full may try again
 _MINUTE_S = 60.0
+QueueName = Literal["generations", "preparations"]  # the queues of an admission
 
 
 class ApiError(Exception):
@@ -29,7 +32,7 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after_s = status, retry_after_s
         self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
@@ -112,9 +115,12 @@ class QueuePlace:
         user: the name by which servers may know the key, see ``Request``.
     """
 
-    def __init__(self, queue: GenerationQueue, key: str, user: str = "") -> None:
-        self._queue, self.key, self.user = queue, key, user
-        self.turn = asyncio.Event()
+    def __init__(
+        self, leave: Callable[[QueuePlace], None], key: str, user: str = "", turn: asyncio.Event | None = None
+    ) -> None:
+        """Take the function that gives the place up, and the event that is set when its turn comes."""
+        self._leave, self.key, self.user = leave, key, user
+        self.turn = turn or asyncio.Event()
 
     async def __aenter__(self) -> None:
         await self.turn.wait()
@@ -124,7 +130,7 @@ class QueuePlace:
 
     def leave(self) -> None:
         """Give the place up, whether its turn has come or not. A second call does nothing."""
-        self._queue.leave(self)
+        self._leave(self)
 
 
 class GenerationQueue:
@@ -140,10 +146,6 @@ class GenerationQueue:
         self._waiting: OrderedDict[str, deque[QueuePlace]] = OrderedDict()  # the key with the next turn comes first
         self._active: set[QueuePlace] = set()
         self._salt = secrets.token_bytes(16)
-
-    @property
-    def most_active(self) -> int:
-        return self._limits.max_active
 
     @property
     def num_active(self) -> int:
@@ -170,7 +172,7 @@ class GenerationQueue:
         user = ""
         if self._is_shared:  # a name that does not reveal the key, and that differs in each process
             user = hashlib.blake2b(key.encode(), key=self._salt, digest_size=8).hexdigest()
-        places = [QueuePlace(self, key, user) for _ in range(count)]
+        places = [QueuePlace(self.leave, key, user) for _ in range(count)]
         self._waiting.setdefault(key, deque()).extend(places)
         self._advance()
         return places
@@ -207,3 +209,75 @@ class GenerationQueue:
                 del self._waiting[key]
             self._active.add(place)
             place.turn.set()
+
+
+@dataclass(frozen=True)
+class QueueLoad:
+    """The numbers of generations that are active, and that wait for their turn."""
+
+    num_active: int
+    num_queued: int
+
+
+class RequestAdmission(Protocol):
+    """The limits that all requests of a gateway share. One event loop must make all calls of one object.
+
+    ``LocalAdmission`` decides. ``RemoteAdmission`` asks the ``LocalAdmission`` of another process.
+    """
+
+    limits: GatewayLimits
+
+    @property
+    def own_load(self) -> QueueLoad:
+        """Return the load of this process's generations, for any thread."""
+
+    async def count(self, key: str) -> None:
+        """Count a request of the key: see ``RateLimit.count``."""
+
+    async def join(self, key: str, count: int, queue: QueueName = "generations") -> list[QueuePlace]:
+        """Return places in a queue: see ``GenerationQueue.join``."""
+
+    async def load(self) -> QueueLoad:
+        """Return the load of the generations of all processes."""
+
+
+class LocalAdmission:
+    """The limits of a gateway, in the process that decides: the rate of each key, and two fair queues."""
+
+    def __init__(
+        self,
+        limits: GatewayLimits = DEFAULT_LIMITS,
+        *,
+        is_shared: bool = False,
+        num_workers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Set the limits.
+
+        Args:
+            is_shared: whether there are several keys.
+            num_workers: the number of processes that prepare requests, each of which prepares one long request at a
+                time. As many long requests may wait as generations may be active and waiting.
+            clock: a function that returns seconds.
+        """
+        self.limits = limits
+        self._rate = RateLimit(limits.requests_per_minute, clock)
+        waiting = replace(limits, max_active=num_workers, max_queued=limits.max_active + limits.max_queued)
+        self._queues: dict[QueueName, GenerationQueue] = {
+            "generations": GenerationQueue(limits, is_shared=is_shared),
+            "preparations": GenerationQueue(waiting, is_shared=is_shared),
+        }
+
+    @property
+    def own_load(self) -> QueueLoad:
+        queue = self._queues["generations"]
+        return QueueLoad(queue.num_active, queue.num_queued)
+
+    async def count(self, key: str) -> None:
+        self._rate.count(key)
+
+    async def join(self, key: str, count: int, queue: QueueName = "generations") -> list[QueuePlace]:
+        return self._queues[queue].join(key, count)
+
+    async def load(self) -> QueueLoad:
+        return self.own_load

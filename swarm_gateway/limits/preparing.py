@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, ApiError, GatewayLimits, GenerationQueue
+from swarm_gateway.limits.admission import ApiError, RequestAdmission
 
 T = TypeVar("T")
 _LONG_BYTES = 64 * 1024  # of a body; tokenizing this much text takes about 40 ms
@@ -17,14 +16,12 @@ _RETRY_S = 5
 class Preparations:
     """The preparation of requests: short ones at once, long ones one by one, which leaves threads and memory to others.
 
-    Long requests take turns, round robin over keys. They may be as many as generations may be active and waiting. A
-    long request whose client leaves before its turn is not prepared. One event loop must make all calls.
+    Long requests take turns, round robin over keys: see ``LocalAdmission``. A long request whose client leaves before
+    its turn is not prepared. One event loop must make all calls.
     """
 
-    def __init__(self, limits: GatewayLimits = DEFAULT_LIMITS, *, is_shared: bool = False) -> None:
-        """Set the limits; ``is_shared`` says whether there are several keys."""
-        waiting = replace(limits, max_active=1, max_queued=limits.max_active + limits.max_queued)
-        self._queue = GenerationQueue(waiting, is_shared=is_shared)
+    def __init__(self, admission: RequestAdmission) -> None:
+        self._admission = admission
 
     async def run(self, key: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, or raise what it raises.
@@ -39,7 +36,7 @@ class Preparations:
         if num_bytes <= _LONG_BYTES:
             return await asyncio.to_thread(work)
         try:
-            (place,) = self._queue.join(key, 1)
+            (place,) = await self._admission.join(key, 1, "preparations")
         except ApiError:
             message = "too many long prompts wait to be made into tokens: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S) from None

@@ -53,8 +53,8 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
 
     @router.get("/swarm", dependencies=admitted)
     async def swarm() -> Response:
-        seen, queue = recorder.latest, gateway.queue
-        load = {"generations_active": queue.num_active, "generations_queued": queue.num_queued}
+        seen, queues = recorder.latest, await gateway.admission.load()
+        load = {"generations_active": queues.num_active, "generations_queued": queues.num_queued}
         own, is_directory = monitored.own_model, monitored.own_is_directory
         return _json(flat.swarm_json(seen, invitation(seen), own, load, own_is_directory=is_directory))
 

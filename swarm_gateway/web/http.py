@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from swarm_gateway.limits.admission import ApiError, GenerationQueue, RateLimit, check_key
+from swarm_gateway.limits.admission import ApiError, RequestAdmission, check_key
 from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.web.metrics import DISCONNECTED, Metrics
 from swarm_gateway.web.models import SwarmModels
@@ -44,11 +44,10 @@ class Gateway:
     """
 
     models: SwarmModels
-    queue: GenerationQueue
-    rate: RateLimit
+    admission: RequestAdmission
+    preparations: Preparations
     metrics: Metrics
     keys: tuple[str, ...] = ()
-    preparations: Preparations = field(default_factory=Preparations)
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def admit(self, request: Request) -> str:

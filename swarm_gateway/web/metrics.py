@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarm_gateway.limits.admission import GenerationQueue
+from swarm_gateway.limits.admission import QueueLoad, RequestAdmission
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAP_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+SHARED_FILES = "PROMETHEUS_MULTIPROC_DIR"  # the variable by which prometheus_client knows where processes share values
 DISCONNECTED = 499  # as in nginx: the client did not wait for the answer
 
 
+class _LoadCollector(Collector):
+    """A collector of the load that a function returns at each collection."""
+
+    def __init__(self, load: Callable[[], QueueLoad]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterable[Metric]:
+        load = self._load()
+        yield GaugeMetricFamily("swarm_generations_active", "Generations under way.", load.num_active)
+        yield GaugeMetricFamily("swarm_generations_queued", "Generations that wait for their turn.", load.num_queued)
+
+
 class Metrics:
-    def __init__(self, queue: GenerationQueue) -> None:
+    """The metrics of this process.
+
+    Attributes:
+        registry: what this process alone has counted.
+    """
+
+    def __init__(self, admission: RequestAdmission) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "swarm_requests", "Requests by endpoint and HTTP status.", ["endpoint", "status"], registry=self.registry
@@ -31,13 +55,17 @@ class Metrics:
         self.gap_s = Histogram(
             "swarm_time_between_tokens_seconds", "Time between two tokens.", buckets=_GAP_S, registry=self.registry
         )
-        active = Gauge("swarm_generations_active", "Generations under way.", registry=self.registry)
-        active.set_function(lambda: queue.num_active)
-        queued = Gauge("swarm_generations_queued", "Generations that wait for their turn.", registry=self.registry)
-        queued.set_function(lambda: queue.num_queued)
+        self.registry.register(_LoadCollector(lambda: admission.own_load))
+        self._admission = admission
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    async def text(self) -> bytes:
+        """Return the metrics of the whole gateway: the sums of what all of its processes have counted."""
+        if SHARED_FILES not in os.environ:
+            return generate_latest(self.registry)
+        registry, load = CollectorRegistry(), await self._admission.load()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(_LoadCollector(lambda: load))
+        return generate_latest(registry)
 
 
 class TokenTimes:

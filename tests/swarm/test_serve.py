@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +26,7 @@ from tests.adapted import LocalModel
 from tests.marks import SLOW
 from tests.swarm.processes import run_commands
 from tests.swarm.raw_client import RawClient
+from tests.swarm.serve_process import ServeProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import save_checkpoint
 
@@ -39,37 +36,6 @@ TEMPLATE = (  # with the words by which Qwen's calls are known
     "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}"
     '<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>{% endif %}'
 )
-
-
-class ServeProcess:
-    """``python -m swarm_client serve``. Attributes: url; ``code`` of its end."""
-
-    def __init__(self, *arguments: str, directory: Path) -> None:
-        self.log = directory / "serve.log"
-        with self.log.open("a") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_client", "serve", "--port", "0", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=directory,  # where the models are
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-            )
-        lines: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=lambda: [*map(lines.put, self._process.stdout), lines.put("")])
-        self._reader.start()
-        first = lines.get(timeout=DEADLINE_S)
-        assert first.startswith("serving on http://127.0.0.1:"), first + self.log.read_text()
-        self.url = first.split()[-1]
-
-    def end(self, number: signal.Signals = signal.SIGINT) -> int:
-        if self._process.poll() is None:
-            self._process.send_signal(number)
-        code = self._process.wait(DEADLINE_S)
-        self._reader.join()
-        self._process.stdout.close()
-        return code
 
 
 @dataclass

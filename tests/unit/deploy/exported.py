@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from swarm_gateway.limits.admission import DEFAULT_LIMITS, GenerationQueue
+from swarm_gateway.limits.admission import LocalAdmission
 from swarm_gateway.web.metrics import Metrics
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
@@ -54,7 +54,4 @@ def of_servers() -> set[str]:
 
 
 def of_gateway() -> set[str]:
-    async def text() -> bytes:
-        return Metrics(GenerationQueue(DEFAULT_LIMITS)).text()
-
-    return sample_names(asyncio.run(text()).decode())
+    return sample_names(asyncio.run(Metrics(LocalAdmission()).text()).decode())

@@ -39,6 +39,7 @@ def test_this_machine_needs_none(host: str) -> None:
     ("flags", "sentence"),
     [
         (("--port", "70000"), "--port is 70000"),
+        (("--workers", "0"), "--workers is 0: expected at least 1"),
         (("--max-active", "0"), "--max-active is 0"),
         (("--max-queued", "-1"), "--max-queued is -1"),
         (("--requests-per-minute", "0"), "--requests-per-minute is 0"),

@@ -136,7 +136,9 @@ def filled(waiting: tuple[int, ...]) -> GenerationQueue:
     queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=NUM_QUEUED))
     queue.join("active", 1)
     for key, count in enumerate(waiting):
-        queue._waiting.update({str(key): deque(QueuePlace(queue, str(key)) for _ in range(count))} if count else {})
+        queue._waiting.update(
+            {str(key): deque(QueuePlace(queue.leave, str(key)) for _ in range(count))} if count else {}
+        )
     return queue
 
 

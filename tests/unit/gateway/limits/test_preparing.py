@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from swarm_gateway.limits.admission import ApiError, GatewayLimits
+from swarm_gateway.limits.admission import ApiError, GatewayLimits, LocalAdmission
 from swarm_gateway.limits.preparing import Preparations
 from tests.unit.support import until
 
@@ -27,7 +27,7 @@ class Work:
 
 
 async def test_long_requests_take_turns_and_short_ones_do_not_wait() -> None:
-    preparations, first, second = Preparations(), Work(), Work()
+    preparations, first, second = Preparations(LocalAdmission()), Work(), Work()
     one, two = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in (first, second))
     await until(first.begun.is_set)
     for _ in range(20):
@@ -39,7 +39,7 @@ async def test_long_requests_take_turns_and_short_ones_do_not_wait() -> None:
 
 
 async def test_whose_client_leaves_keeps_its_turn_while_its_thread_works_and_costs_nothing_before() -> None:
-    preparations, works = Preparations(), [Work() for _ in range(3)]
+    preparations, works = Preparations(LocalAdmission()), [Work() for _ in range(3)]
     first, second, third = (asyncio.ensure_future(preparations.run("key", LONG, work)) for work in works)
     await until(works[0].begun.is_set)
     first.cancel()
@@ -54,7 +54,7 @@ async def test_whose_client_leaves_keeps_its_turn_while_its_thread_works_and_cos
 
 
 async def test_errors_are_raised_and_end_a_turn() -> None:
-    preparations = Preparations()
+    preparations = Preparations(LocalAdmission())
     for size in (LONG, SHORT, LONG):
         with pytest.raises(ValueError, match="invalid literal"):
             await preparations.run("key", size, lambda: int("no number"))
@@ -62,7 +62,7 @@ async def test_errors_are_raised_and_end_a_turn() -> None:
 
 async def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> None:
     order: list[str] = []
-    preparations, first = Preparations(is_shared=True), Work()
+    preparations, first = Preparations(LocalAdmission(is_shared=True)), Work()
     tasks = [asyncio.ensure_future(preparations.run("many", LONG, first))]
     await until(first.begun.is_set)
     for name in ("many", "many", "many", "few"):
@@ -74,7 +74,7 @@ async def test_long_requests_of_one_key_do_not_hold_up_those_of_another() -> Non
 
 
 async def test_more_long_requests_than_may_wait_are_refused() -> None:
-    preparations, first = Preparations(GatewayLimits(max_active=1, max_queued=0)), Work()
+    preparations, first = Preparations(LocalAdmission(GatewayLimits(max_active=1, max_queued=0))), Work()
     one = asyncio.ensure_future(preparations.run("key", LONG, first))
     await until(first.begun.is_set)
     two = asyncio.ensure_future(preparations.run("key", LONG, lambda: 8))
