@@ -32,10 +32,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from swarm_client import DistributedModel
 
 NAME = "python-docs"
-STAGES_OF_PEERS = (0, 1, 1, 2, 2)  # the first has a stage alone, and is the one by which others join
 VICTIM = 2
 RATE = 3e-3
-HELD_OUT = 24  # documents by which the model is measured
 PROMPTS = ("Return a list of", "class Error(Exception):", "The with statement")
 LIMIT_S = 300.0  # for a process to start, or to say the next thing
 
@@ -68,19 +66,28 @@ gradients = "bf16"
 
 @dataclass(frozen=True)
 class Size:
-    """``window``: tokens of a sample; ``micro_batch``, ``batch``: samples."""
+    """``window``: tokens of a sample; ``micro_batch``, ``batch``: samples.
+
+    ``peers``: the stage of each process; the first has a stage alone, and is the one by which others join.
+    ``modules``: of the library, whose documentation is the text; None for all. ``held_out``: documents by which the
+    model is measured. ``written``: tokens that it writes after each prompt.
+    """
 
     blocks: int = 6
     window: int = 128
     micro_batch: int = 8
     batch: int = 16
+    peers: tuple[int, ...] = (0, 1, 1, 2, 2)
+    modules: int | None = None
+    held_out: int = 24
+    written: int = 60
 
     @property
     def step_tokens(self) -> int:
         return self.batch * self.window
 
 
-QUICK = Size(blocks=3, window=32, micro_batch=2, batch=8)
+QUICK = Size(2, window=32, micro_batch=2, batch=8, peers=(0, 1, 1), modules=100, held_out=4, written=16)
 
 
 class Process:
@@ -150,7 +157,7 @@ def write_run(folder: Path, training: list[Document], size: Size, steps: int) ->
             rate=RATE,
             warmup=max(1, steps // 12),
             steps=steps,
-            stages=max(STAGES_OF_PEERS) + 1,
+            stages=max(size.peers) + 1,
         )
     )
     return run
@@ -170,12 +177,12 @@ def steps_in(minutes: float, size: Size) -> int:
         start = time.perf_counter()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         times.append(time.perf_counter() - start)
-    cores = max(1, min(len(STAGES_OF_PEERS), os.cpu_count() or 1))
+    cores = max(1, min(len(size.peers), os.cpu_count() or 1))
     step_s = sorted(times)[2] * 4 / 3 * size.batch / size.micro_batch / cores + 0.25  # averaging, and what is sent
     return max(10, round(minutes * 60 / step_s))
 
 
-def train(run: Path, served: Path, exported: Path, steps: int, running: list[Process]) -> str:
+def train(run: Path, served: Path, exported: Path, size: Size, steps: int, running: list[Process]) -> str:
     """Trains, and exports to a directory; the processes serve then. Returns an address of theirs."""
 
     def stage(number: int, *peers: str) -> Process:
@@ -183,12 +190,12 @@ def train(run: Path, served: Path, exported: Path, steps: int, running: list[Pro
         running.append(Process("serve", str(run), *flags, *peers))
         return running[-1]
 
-    address = stage(STAGES_OF_PEERS[0]).wait_for("others join by: --initial-peers").split()[0]
+    address = stage(size.peers[0]).wait_for("others join by: --initial-peers").split()[0]
     peers = ["--initial-peers", address]
-    members = [running[0], *(stage(number, *peers) for number in STAGES_OF_PEERS[1:])]
+    members = [running[0], *(stage(number, *peers) for number in size.peers[1:])]
     for member in members[1:]:
         member.wait_for("others join by:")
-    stages = ", ".join(map(str, STAGES_OF_PEERS))
+    stages = ", ".join(map(str, size.peers))
     print(f"{len(members)} processes hold the stages {stages}; a trainer begins", flush=True)
     trainer = Process("trainer", str(run), *peers)
     running.append(trainer)
@@ -201,10 +208,8 @@ def train(run: Path, served: Path, exported: Path, steps: int, running: list[Pro
             print(f"{time.monotonic() - begin_s:5.0f} s  {line}", flush=True)
         if step == max(1, steps // 3):
             members[VICTIM].kill()
-            print(
-                f"killed a process of stage {STAGES_OF_PEERS[VICTIM]}; its work of this step is done again", flush=True
-            )
-            members[VICTIM] = stage(STAGES_OF_PEERS[VICTIM], *peers)
+            print(f"killed a process of stage {size.peers[VICTIM]}; its work of this step is done again", flush=True)
+            members[VICTIM] = stage(size.peers[VICTIM], *peers)
     for member in members:
         member.wait_for("ready")
     print(f"the run has taken its {steps} steps, and the {len(members)} processes serve the model", flush=True)
@@ -215,13 +220,13 @@ def train(run: Path, served: Path, exported: Path, steps: int, running: list[Pro
     return address
 
 
-def write_text(model: Path, address: str) -> None:
+def write_text(model: Path, address: str, num_tokens: int) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     with DistributedModel.from_pretrained(str(model), [address], NAME) as remote:
         for prompt in PROMPTS:
             ids = tokenizer(prompt, return_tensors="pt").input_ids
-            written = remote.generate(ids, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=40)
+            written = remote.generate(ids, max_new_tokens=num_tokens, do_sample=True, temperature=0.7, top_k=40)
             print(f"\n--- {tokenizer.decode(written[0], skip_special_tokens=True)}")
 
 
@@ -238,22 +243,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="about so long it trains (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="so many steps instead")
-    parser.add_argument("--quick", action="store_true", help="a smaller model and 12 steps, to see it work")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller model, fewer processes and 12 steps, to see it work"
+    )
     parser.add_argument("--output", type=Path, help="directory that gets the model, called so (default: none is kept)")
     arguments = parser.parse_args()
     begin_s = time.monotonic()
     torch.set_num_threads(1)
     size = QUICK if arguments.quick else Size()
     steps = arguments.steps or (12 if arguments.quick else steps_in(arguments.minutes, size))
-    documents = collect_documents()
+    documents = collect_documents(size.modules)
     training = [document for document in documents if not document.is_held_out]
-    held_out = [document for document in documents if document.is_held_out][:HELD_OUT]
+    held_out = [document for document in documents if document.is_held_out][: size.held_out]
     with tempfile.TemporaryDirectory(prefix="train-swarm-") as folder, processes() as running:
         exported = arguments.output or Path(folder) / "own" / NAME
         run = write_run(Path(folder), training, size, steps)
         print(f"{steps} steps of {size.step_tokens} tokens", flush=True)
-        address = train(run, Path(folder) / "servers" / exported.name, exported, steps, running)
-        write_text(exported, address)
+        address = train(run, Path(folder) / "servers" / exported.name, exported, size, steps, running)
+        write_text(exported, address, size.written)
         show_learning(exported, training, held_out)
     print(f"{time.monotonic() - begin_s:.0f} s in all")
 

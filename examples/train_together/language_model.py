@@ -34,7 +34,10 @@ NUM_HELD_OUT = 64  # windows
 
 @dataclass(frozen=True)
 class Size:
-    """``window``: tokens of a sample; ``seen_by_joiner``: steps that the run takes at least with the joiner."""
+    """``window``: tokens of a sample; ``seen_by_joiner``: steps that the run takes at least with the joiner.
+
+    ``modules``: of the library, whose documentation is the text; None for all.
+    """
 
     blocks: int = 4
     window: int = 64
@@ -44,15 +47,16 @@ class Size:
     join_at: int = 25
     seen_by_joiner: int = 10
     measure_every: int = 5
+    modules: int | None = None
 
 
-QUICK = Size(blocks=1, window=16, batch=32, steps=10, kill_at=2, join_at=4, seen_by_joiner=2, measure_every=1)
+QUICK = Size(1, window=16, batch=32, steps=16, kill_at=2, join_at=4, seen_by_joiner=2, measure_every=1, modules=100)
 
 
-def write_tokens(folder: Path) -> Path:
+def write_tokens(folder: Path, num_modules: int | None) -> Path:
     """``training.npy`` and ``held_out.npy``: the text as tokens of the shipped tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    documents = collect_documents()
+    documents = collect_documents(num_modules)
     for name, is_held_out in (("training", False), ("held_out", True)):
         chosen = [document for document in documents if document.is_held_out == is_held_out]
         np.save(folder / f"{name}.npy", token_stream(tokenizer, chosen).numpy())
@@ -163,7 +167,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps, to see that it works")
     size = QUICK if parser.parse_args().quick else Size()
     with tempfile.TemporaryDirectory() as folder:
-        work = functools.partial(build, write_tokens(Path(folder)), size)
+        work = functools.partial(build, write_tokens(Path(folder), size.modules), size)
         name = "language-model"
         plan = Plan(name, work, size.batch, len(PACES) + 1, size.measure_every, Path(folder) / "model.pt")
         story = Story(plan, size)

@@ -139,10 +139,10 @@ def test_a_mixture_learns_more_than_one_expert_though_some_die(tmp_path):
 
 
 def test_a_model_is_trained_in_stages_and_served_by_those_who_trained_it(tmp_path):
-    printed = run("train_swarm.py", "--quick", "--steps", "20", "--output", str(tmp_path / "docs"), cache=tmp_path)
-    assert "killed a process of stage 1" in printed and "the 5 processes serve the model" in printed
+    printed = run("train_swarm.py", "--quick", "--output", str(tmp_path / "docs"), cache=tmp_path)
+    assert "killed a process of stage 1" in printed and "the 3 processes serve the model" in printed
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+),", printed)]
     assert losses[-1] < losses[0] - 0.5
-    assert "step 20:" in printed
+    assert "step 12:" in printed
     assert printed.count("\n---") == 3
     assert (tmp_path / "docs" / "model.safetensors.index.json").exists()
