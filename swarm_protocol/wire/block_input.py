@@ -43,6 +43,11 @@ class BlockInput:
             return self.hidden
         return torch.cat([self.hidden[:, :, None], self.additions.to(self.hidden)], 2)
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the hidden states, with positions that count on, are all there is to know."""
+        return self.attention_mask is self.position_ids is self.additions is self.joined is None
+
     def additions_at(self, tokens: slice) -> torch.Tensor | None:
         """Return the additions at some of the positions."""
         return None if self.additions is None else self.additions[:, tokens]

@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import joined_of, with_same_axes
 from swarm_server.engine.session_state import KvState, Session, SessionStep
-from swarm_server.kv.kv_rows import ChannelPlace, Growth, PageLayout, Run, runs
+from swarm_server.kv.kv_rows import ChannelPlace, Growth, PageLayout, Run, length_of, runs
 from swarm_server.kv.row_states import Slot, States
 from swarm_server.kv.rows_cache import BlockRuns
 
 
 @dataclass
 class Prepared:
-    """A step that has room for its new positions. The session itself has not changed yet."""
+    """A step of one session, or the next positions of several, with room for the new positions.
 
-    session: Session
+    Several sessions are alike: of one layout, and with one adapter if any. No session has changed yet.
+
+    Attributes:
+        step: the step, or the hidden states of all sessions.
+        states: the state of each session once the step is computed.
+        lengths: the number of positions of each row then.
+        num_matched: leading positions whose keys and values the prefix cache has.
+        growth: room for the other positions; None if all positions are matched.
+        block_outputs: the outputs of the parts computed so far, if they are wanted.
+        states_after: the recurrent states after computed blocks, by block index.
+    """
+
+    sessions: Sequence[Session]
     step: SessionStep
-    state: KvState  # becomes the session's state once the step is computed
-    num_matched: int  # leading positions whose keys and values the prefix cache has
-    growth: Growth | None  # room for the other positions; None if all positions are matched
-    block_outputs: list[torch.Tensor] = field(default_factory=list)  # of the parts computed so far, if wanted
-    states: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # of computed blocks, by block index
+    states: Sequence[KvState]
+    lengths: Sequence[int]
+    num_matched: int = 0
+    growth: Growth | None = None
+    block_outputs: list[torch.Tensor] = field(default_factory=list)
+    states_after: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def session(self) -> Session:
+        """Return the only session, or one of those that are alike."""
+        return self.sessions[0]
+
+    @property
+    def state(self) -> KvState:
+        """Return the new state of the only session."""
+        (state,) = self.states
+        return state
 
     @property
     def num_rows(self) -> int:
-        return len(self.state.rows)
+        return len(self.lengths)
+
+    def runs(self, group: int, first: int) -> list[Run]:
+        """Return where the rows are, which begin at row ``first`` of the batch."""
+        if len(self.states) == 1:
+            return runs(self.state.rows, group, first)
+        parts = [state.rows[0].parts[group] for state in self.states]
+        return [Run(row, 1, each, length_of(each)) for row, each in enumerate(parts, first)]
 
     @property
     def new_hidden(self) -> torch.Tensor:
@@ -94,8 +126,14 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
     """Return the position ids of the new positions of all rows, [rows, num_new] or [rows, num_new, axes]."""
     if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # decoding: one call for all
-        return torch.tensor([work.state.length - 1 for work in batch for _ in work.state.rows])[:, None]
-    return torch.cat(with_same_axes([positions_and_mask(work.step)[0][:, -num_new:] for work in batch]))
+        return torch.tensor([length - 1 for work in batch for length in work.lengths])[:, None]
+    return torch.cat(with_same_axes([_last_positions(work, num_new) for work in batch]))
+
+
+def _last_positions(work: Prepared, num_new: int) -> torch.Tensor:
+    if work.step.inputs.position_ids is None:
+        return torch.tensor(work.lengths)[:, None] + torch.arange(-num_new, 0)
+    return positions_and_mask(work.step)[0][:, -num_new:]
 
 
 def hides_nothing(batch: list[Prepared]) -> bool:
@@ -108,12 +146,12 @@ def positions_seen(batch: list[Prepared]) -> list[int] | None:
     """Return how many of its last positions each row attends to; None if a row attends to any other positions."""
     seen: list[int] = []
     for work in batch:
-        mask, length = work.step.inputs.attention_mask, work.state.length
+        mask = work.step.inputs.attention_mask
         if mask is None:
-            seen += [length] * work.num_rows
+            seen += work.lengths
             continue
         counts = mask.sum(-1)
-        if not bool((mask.argmax(-1) + counts == length).all()):
+        if not bool((mask.argmax(-1) + counts == work.state.length).all()):
             return None
         seen += counts.tolist()
     return seen
@@ -121,13 +159,15 @@ def positions_seen(batch: list[Prepared]) -> list[int] | None:
 
 def batch_mask(batch: list[Prepared], length: int) -> torch.Tensor | None:
     """Return the mask [rows, length] of rows that are aligned at their ends; None if it hides nothing."""
-    if all(work.state.length == length for work in batch) and hides_nothing(batch):
+    lengths = list(chain.from_iterable([work.lengths for work in batch]))
+    if all([each == length for each in lengths]) and hides_nothing(batch):
         return None
-    result = torch.zeros(sum(work.num_rows for work in batch), length, dtype=torch.long)
+    result = torch.zeros(len(lengths), length, dtype=torch.long)
     first = 0
     for work in batch:
         mask = work.step.inputs.attention_mask
-        result[first : first + work.num_rows, length - work.state.length :] = 1 if mask is None else mask
+        for row, own_length in enumerate(work.lengths, first):
+            result[row, length - own_length :] = 1 if mask is None else mask[row - first]
         first += work.num_rows
     return result
 
@@ -185,7 +225,7 @@ def _runs_by_group(batch: list[Prepared]) -> list[list[list[Run]]]:
     first = 0
     for work in batch:
         groups = range(len(work.session.layout.groups))
-        by_group.append([runs(work.state.rows, group, first) for group in groups])
+        by_group.append([work.runs(group, first) for group in groups])
         first += work.num_rows
     return by_group
 

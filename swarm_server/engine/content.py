@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from swarm_protocol.wire.block_input import BlockInput, run_numbers
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.batch import positions_and_mask
-from swarm_server.engine.session_state import KvState, SessionStep
+from swarm_server.engine.session_state import KvState, NextPositions, SessionStep
+from swarm_server.kv.kv_rows import KvRow
 from swarm_server.kv.prefix_cache import token_content
 
 # Added to the first byte of a position, which identifies the dtype, so that no text has the same bytes:
@@ -24,38 +25,65 @@ _WITH_ADDITIONS = 3  # for each block to whose output something is added
 _WITH_DIGEST = 128  # for the digest of a run
 
 
-def followed(state: KvState, step: SessionStep, **changes: Any) -> KvState:
-    """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged.
-
-    ``changes``: other attributes to change, see ``KvState.with_changes``.
-    """
-    state = state.with_changes(unhashed=(*state.unhashed, step), can_match=False, **changes)
+def followed(state: KvState, step: SessionStep) -> KvState:
+    """Return ``state`` with the content of ``step`` appended; the mask of earlier positions must be unchanged."""
+    state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
+
+
+def contents_of(positions: NextPositions) -> list[bytes]:
+    """Return the content of each of the positions."""
+    starts = torch.tensor(positions.starts)[:, None]
+    data = token_content(positions.hidden, starts, torch.ones_like(starts)).numpy().tobytes()
+    size = len(data) // len(positions)
+    return [data[first : first + size] for first in range(0, len(data), size)]
+
+
+def followed_by_one(state: KvState, row: KvRow, content: bytes) -> KvState:
+    """Return ``state`` with ``row`` in place of its only one, and the content of the row's last position.
+
+    ``content`` is only used if ``state`` has hashes.
+    """
+    if state.hashes is None:
+        return state.followed_by(row, ())
+    state = state.followed_by(row, (*state.unhashed, content))
+    return state if row.length % PAGE_TOKENS else hashed(state)
 
 
 def hashed(state: KvState) -> KvState:
     """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
-    contents = itertools.chain.from_iterable(map(_contents, _joined(state.unhashed)))
-    for _, alike in itertools.groupby(contents, lambda content: content.shape[2]):
+    for _, alike in itertools.groupby(_all_contents(state.unhashed), lambda content: content.shape[2]):
         content = torch.cat(list(alike), 1)
         added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
-        state = state.with_changes(
+        state = replace(
+            state,
             hashes=tuple(row_hash for row_hash, _ in added),
             digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
         )
         assert state.hashes is not None
-    return state.with_changes(unhashed=())
+    return replace(state, unhashed=())
 
 
-def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
+def _all_contents(unhashed: Sequence[SessionStep | bytes]) -> Iterator[torch.Tensor]:
+    """Yield the content of all these steps, [batch, tokens, bytes]."""
+    for size, alike in itertools.groupby(unhashed, lambda each: len(each) if isinstance(each, bytes) else 0):
+        if size:
+            data = bytearray().join(each for each in alike if isinstance(each, bytes))
+            yield torch.frombuffer(data, dtype=torch.uint8).view(1, -1, size)
+        else:
+            steps = _joined(each for each in alike if isinstance(each, SessionStep))
+            yield from itertools.chain.from_iterable(map(_contents, steps))
+
+
+def _joined(steps: Iterable[SessionStep]) -> Iterator[SessionStep]:
     """Yield the same content in fewer steps: those of plain text that follow one another become one."""
     together: list[SessionStep] = []
     was_plain = False
     for step in steps:
-        is_plain = _is_plain(step)
+        is_plain = step.inputs.is_plain
         if together and not (is_plain and was_plain and _follows(step, together[-1])):
             yield _as_one(together)
             together = []
@@ -63,12 +91,6 @@ def _joined(steps: Sequence[SessionStep]) -> Iterator[SessionStep]:
         was_plain = is_plain
     if together:
         yield _as_one(together)
-
-
-def _is_plain(step: SessionStep) -> bool:
-    """Return whether the hidden states and their positions in a row are all of the step's content."""
-    inputs = step.inputs
-    return inputs.attention_mask is inputs.position_ids is inputs.additions is inputs.joined is None
 
 
 def _follows(step: SessionStep, before: SessionStep) -> bool:

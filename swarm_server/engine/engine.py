@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -18,7 +18,7 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.failures import undone_on_error
 from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
-from swarm_protocol.wire.block_input import ACROSS_WINDOWS
+from swarm_protocol.wire.block_input import ACROSS_WINDOWS, BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter, adapter_of_all, shares_of
 from swarm_server.adapters.targets import require_fit
@@ -34,14 +34,26 @@ from swarm_server.engine.batch import (
     block_runs,
     positions_seen,
 )
-from swarm_server.engine.content import followed, hashed, hiding, same_mask
-from swarm_server.engine.session_state import HistoryChange, KvState, Session, SessionStep, changed, cropped, forgotten
+from swarm_server.engine.content import contents_of, followed, followed_by_one, hashed, hiding, same_mask
+from swarm_server.engine.session_state import (
+    BatchEntry,
+    HistoryChange,
+    KvState,
+    NextPositions,
+    Outcome,
+    Results,
+    Session,
+    SessionStep,
+    changed,
+    cropped,
+    forgotten,
+)
 from swarm_server.engine.token_by_token import can_go_on, tokens_of
 from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
 from swarm_server.gpu.copies import moved
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.kv_rows import KvRow, PageLayout, Parts, grow, grown_in_place, runs
+from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, Parts, grow, grown_in_place
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_layers, states_after
@@ -170,22 +182,23 @@ class Engine:
             if page.lease is session.lease and any(page.pinned):
                 page.trim()
 
-    def run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
+    def run(self, batch: Sequence[BatchEntry]) -> list[Results]:
         """Compute one step of each session, in one batch; all steps must have equally many new positions.
 
         Returns for each step the hidden states after the session's last block, [batch, tokens, hidden_size], with the
         additions that later blocks need (see ``BlockInput.stacked``). A step
         with ``every_block`` gets those after every block, [blocks, batch, tokens, hidden_size]. A refused step gets its
         error instead: RequestRejected or PeerBusy. A session whose step failed is unchanged.
+        The outputs of next positions are one tensor [sessions, 1, hidden_size], or a list if some of them are refused.
         """
         if not self._token_by_token:
             return self._run(batch)
-        longer = [step.start and step.inputs.hidden.shape[1] > 1 for _, step in batch]
+        longer = [isinstance(work, tuple) and _is_longer(work[1]) for work in batch]
         if not any(longer):
             return self._run(batch)
         together = iter(self._run([work for work, is_longer in zip(batch, longer, strict=True) if not is_longer]))
         return [
-            self._run_tokens(*work) if is_longer else next(together)
+            self._run_tokens(*work) if isinstance(work, tuple) and is_longer else next(together)
             for work, is_longer in zip(batch, longer, strict=True)
         ]
 
@@ -199,6 +212,7 @@ class Engine:
                     (output,) = self._run([(session, token)])
                     if isinstance(output, Exception):
                         raise output
+                    assert isinstance(output, torch.Tensor)
                     assert session.state.states is not None  # only blocks with states are computed token by token
                     states = session.state.states.before if not outputs else states
                     outputs.append(output)
@@ -208,27 +222,31 @@ class Engine:
         session.enter(replace(session.state, states=replace(session.state.states, before=states)))
         return torch.cat(outputs, -2)
 
-    def _run(self, batch: Sequence[tuple[Session, SessionStep]]) -> list[torch.Tensor | Exception]:
-        results: dict[int, torch.Tensor | Exception] = {}
-        prepared: dict[int, Prepared] = {}
+    def _run(self, batch: Sequence[BatchEntry]) -> list[Results]:
+        outcomes: list[list[tuple[Sequence[int], Prepared | Exception]]] = []
+        prepared: list[Prepared] = []
         start_s = time.perf_counter()
         with torch.inference_mode():
-            with undone_on_error(lambda: _give_room_back(prepared.values())):
-                is_finite = all_finite_together([step.inputs for _, step in batch])
-                for number, (session, step) in enumerate(batch):
-                    try:
-                        if not is_finite:  # perhaps because of another step
-                            require_finite(step.inputs.stacked, "hidden states")
-                        prepared[number] = self._prepare(session, step)
-                    except (RequestRejected, PeerBusy) as error:
-                        results[number] = error.with_traceback(None)  # its frames would keep the batch in memory
-                outputs = self._compute([work for work in prepared.values() if work.growth])
-            committed = [self._commit(work, next(outputs) if work.growth else None) for work in prepared.values()]
-            dtypes = [work.step.inputs.hidden.dtype for work in prepared.values()]
-            results |= zip(prepared, moved(committed, [_CPU] * len(committed), dtypes), strict=True)
-        self._tell_meter(prepared.values(), time.perf_counter() - start_s)
-        self._count(prepared.values())
-        return [results[number] for number in range(len(batch))]
+            with undone_on_error(lambda: _give_room_back(prepared)):
+                is_finite = all_finite_together(
+                    [(work[1] if isinstance(work, tuple) else work).inputs for work in batch]
+                )
+                for work in batch:
+                    outcomes.append([])
+                    for members, found in self._prepare(work, is_finite):
+                        outcomes[-1].append((members, found))
+                        if isinstance(found, Prepared):
+                            prepared.append(found)
+                outputs = self._compute([work for work in prepared if work.growth])
+            committed = [self._commit(work, next(outputs) if work.growth else None) for work in prepared]
+            dtypes = [work.step.inputs.hidden.dtype for work in prepared]
+            finished = iter(moved(committed, [_CPU] * len(committed), dtypes))
+        self._tell_meter(prepared, time.perf_counter() - start_s)
+        self._count(prepared)
+        return [
+            _results([(members, next(finished) if isinstance(found, Prepared) else found) for members, found in each])
+            for each in outcomes
+        ]
 
     def _tell_meter(self, batch: Collection[Prepared], seconds: float) -> None:
         computed = [work for work in batch if work.growth]
@@ -236,7 +254,8 @@ class Engine:
             num_tokens = computed[0].step.inputs.hidden.shape[1] - computed[0].num_matched
             num_blocks = max(len(work.session.blocks) for work in computed)
             num_rows = sum(work.num_rows for work in computed)
-            self.meter.add(num_blocks, num_rows, num_tokens, seconds, len(computed))
+            num_sessions = sum(len(work.sessions) for work in computed)
+            self.meter.add(num_blocks, num_rows, num_tokens, seconds, num_sessions)
 
     def _count(self, batch: Collection[Prepared]) -> None:
         num_rows, reused = 0, 0
@@ -254,12 +273,70 @@ class Engine:
         if num_rows:
             self.counters.batch_rows.add(num_rows)
 
-    def _prepare(self, session: Session, step: SessionStep) -> Prepared:
+    def _prepare(
+        self, work: BatchEntry, is_finite: bool
+    ) -> Iterator[tuple[Sequence[int], Prepared | RequestRejected | PeerBusy]]:
+        """Yield what is computed together, or an error, with the numbers of the sessions that it is for.
+
+        ``is_finite``: all hidden states are finite; otherwise each step's are checked.
+        """
+        positions = NextPositions.of(*work) if isinstance(work, tuple) else work
+        steps: Iterable[tuple[int, Session, SessionStep]]
+        if positions is None:
+            assert isinstance(work, tuple)
+            steps = [(0, *work)]
+        else:
+            left: Sequence[int] = range(len(positions))
+            if is_finite:
+                alike, left = self._grown_alike(positions)
+                yield from alike
+            steps = ((number, positions.sessions[number], positions.step(number)) for number in left)
+        for number, session, step in steps:
+            try:
+                if not is_finite:  # perhaps because of another step
+                    require_finite(step.inputs.stacked, "hidden states")
+                found: Prepared | RequestRejected | PeerBusy = self._prepare_step(session, step)
+            except (RequestRejected, PeerBusy) as error:
+                found = error.with_traceback(None)  # its frames would keep the batch in memory
+            yield (number,), found
+
+    def _grown_alike(self, positions: NextPositions) -> tuple[list[tuple[list[int], Prepared]], list[int]]:
+        """Prepare the sessions that have room where they end, as nearly all have; those that are alike become one step.
+
+        Return what is prepared, with the numbers of its sessions, and the numbers of the sessions that are left.
+        """
+        contents = [b""] * len(positions) if self.prefix_cache is None else contents_of(positions)
+        alike: dict[tuple[object, ...], tuple[list[int], list[KvState], Growth]] = {}
+        left: list[int] = []
+
+        def undo() -> None:
+            for _, _, growth in alike.values():
+                growth.undo()
+
+        with undone_on_error(undo):
+            members = zip(positions.sessions, positions.starts, contents, strict=True)
+            for number, (session, start, content) in enumerate(members):
+                state, layout, adapter = session.state, session.layout, session.adapter
+                if len(state.rows) != 1 or state.rows[0].length != start or layout.slots or state.mask is not None:
+                    left.append(number)
+                    continue
+                # Prompts of adapters are added to the first positions only.
+                kind = id(layout), adapter, 0 if adapter is None else min(start, adapter.num_positions)
+                if kind not in alike:
+                    alike[kind] = [], [], Growth(())
+                numbers, states, growth = alike[kind]
+                row = grown_in_place(state.rows[0], 1, layout, session.lease, growth)
+                if row is None:
+                    left.append(number)
+                    continue
+                numbers.append(number)
+                states.append(followed_by_one(state, row, content))
+        return [(made[0], _together(positions, *made)) for made in alike.values() if made[0]], left
+
+    def _prepare_step(self, session: Session, step: SessionStep) -> Prepared:
         state = session.state
         if not state.rows:
             raise RequestRejected("the session is closed")
-        if (prepared := _next_position(session, step)) is not None:
-            return prepared
         if step.changes:
             state = hashed(state)
         for change in step.changes:
@@ -285,8 +362,8 @@ class Engine:
                 reserved=session.reserved,
                 settled=state.settled,
             )
-            state = state.with_changes(rows=growth.rows)
-        return Prepared(session, step, state, num_matched, growth)
+            state = replace(state, rows=growth.rows)
+        return Prepared([session], step, [state], [state.length] * batch_size, num_matched, growth)
 
     def _with_states(self, state: KvState, session: Session) -> KvState:
         """Return ``state`` with the states before the next step, and with room for the states after it.
@@ -333,13 +410,15 @@ class Engine:
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
-        session.enter(_with_states_after(work) if session.layout.slots else work.state)
+        for each, state in zip(work.sessions, work.states, strict=True):
+            each.enter(_with_states_after(work) if session.layout.slots else state)
         if session.keeps_outputs and output is not None:
-            self._store_outputs(session, output)
+            self._store_outputs(work, output)
         if work.num_matched:
             output = self._with_matched(work, output)
-        if work.state.hashes is not None and not work.state.unhashed:
-            self._add_pages(work.state, step.start // PAGE_TOKENS)
+        for state in work.states:
+            if state.hashes is not None and not state.unhashed:
+                self._add_pages(state, (state.length - step.inputs.hidden.shape[1]) // PAGE_TOKENS)
         if step.every_block:
             output = torch.stack([output.to(work.block_outputs[0].device) for output in work.block_outputs])
         assert output is not None
@@ -418,10 +497,10 @@ class Engine:
             state = replace(state, states=RowStates(state.length, states, room))
         session.enter(state)
 
-    def _store_outputs(self, session: Session, output: torch.Tensor) -> None:
-        group = session.layout.outputs_group
+    def _store_outputs(self, work: Prepared, output: torch.Tensor) -> None:
+        group = work.session.layout.outputs_group
         assert group is not None
-        for run in runs(session.state.rows, group, 0):
+        for run in work.runs(group, 0):
             run.write(-1, output[:, None])
 
     # ------------------------------------------------------------ one batch
@@ -487,7 +566,7 @@ class Engine:
         """Return the output of the blocks' own code, and keep the states after it."""
         view, ways, device = self._stack.view(blocks), self.ways, hidden[0].device
         num_new, num_rows = hidden[0].shape[1], [work.num_rows for work in batch]
-        slots, length = batch[0].slots(blocks), max(work.state.length for work in batch)
+        slots, length = batch[0].slots(blocks), max(chain.from_iterable([work.lengths for work in batch]))
         layers = self._state_layers(blocks, batch, slots, device)
         mask = batch_mask(batch, length)
         cache = RowsCache(places, length, num_new, ways.in_place, layers if any(slots) else (), ways.attention)
@@ -501,7 +580,7 @@ class Engine:
                 joined=joined,
             )
         for work, states in zip(batch, states_after(slots, layers, num_rows), strict=True):
-            work.states.update(zip(blocks, states, strict=True))
+            work.states_after.update(zip(blocks, states, strict=True))
         return output
 
     def _run_graph(
@@ -542,22 +621,28 @@ def _adapter_rows(batch: Sequence[Prepared]) -> list[AdapterRows]:
     return shares_of([(work.session.adapter, work.num_rows, work.step.start + work.num_matched) for work in batch])
 
 
-def _next_position(session: Session, step: SessionStep) -> Prepared | None:
-    """Return a step that adds one position of text to one row that has room where it ends; None for all other steps.
+def _is_longer(step: SessionStep) -> bool:
+    """Return whether the step adds several positions to a session that has some."""
+    return step.start > 0 and step.inputs.hidden.shape[1] > 1
 
-    Nearly all steps are such steps, and this is the shortest way to prepare one.
-    """
-    state, inputs = session.state, step.inputs
-    if len(state.rows) != 1 or step.changes or step.start != state.rows[0].length or session.layout.slots:
-        return None
-    if inputs.hidden.shape[:2] != (1, 1) or not (state.mask is inputs.attention_mask is None):
-        return None
-    growth = grown_in_place(state.rows, 1, session.layout, session.lease)
-    if growth is None:
-        return None
-    rows = growth.rows  # one position alone is not in the prefix cache
-    state = state.with_changes(rows=rows) if state.hashes is None else followed(state, step, rows=rows)
-    return Prepared(session, step, state, 0, growth)
+
+def _together(positions: NextPositions, numbers: Sequence[int], states: Sequence[KvState], growth: Growth) -> Prepared:
+    """Return the steps of the sessions with these numbers as one."""
+    if len(numbers) < len(positions):
+        positions = positions.part(numbers)
+    step = SessionStep(positions.starts[0], BlockInput(positions.hidden))
+    return Prepared(positions.sessions, step, states, [start + 1 for start in positions.starts], 0, growth)
+
+
+def _results(outcomes: Sequence[tuple[Sequence[int], Outcome]]) -> Results:
+    """Return the outcome of all sessions, or a list of the outcomes of each if there are several."""
+    if len(outcomes) == 1:
+        return outcomes[0][1]
+    of_each: dict[int, Outcome] = {}
+    for numbers, outcome in outcomes:
+        parts = [outcome] if isinstance(outcome, Exception) else outcome.split(1)
+        of_each.update(zip(numbers, parts, strict=True))
+    return [of_each[number] for number in range(len(of_each))]
 
 
 def _most_matched_pages(step: SessionStep, keeps_outputs: bool) -> int:
@@ -582,7 +667,7 @@ def _with_states_after(work: Prepared) -> KvState:
     """Return the session's state after the step, with the recurrent states that the step has computed."""
     old = work.state.states
     assert old is not None  # ``_with_states`` made them
-    after = tuple(work.states.get(block, ()) for block in work.session.blocks)
+    after = tuple(work.states_after.get(block, ()) for block in work.session.blocks)
     before = replace(old, before=None) if old.length else None
     return replace(work.state, states=RowStates(work.state.length, after, old.room, before))
 

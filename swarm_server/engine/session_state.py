@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +63,7 @@ class SessionStep:
     num_following: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # and never changed, like PageSlice
 class KvState:
     """The part of a session that steps change.
 
@@ -74,7 +74,8 @@ class KvState:
         mask: the attention mask of the hashed content, [batch, positions]; None if it hides nothing.
         can_match: whether all content so far was found in the prefix cache.
         states: the recurrent and convolution states; None before the first position, or if they are not known.
-        unhashed: the last steps, whose content is not in ``hashes`` yet because they have not filled a page.
+        unhashed: the last steps, whose content is not in ``hashes`` yet because they have not filled a page. A step of
+            one position of text may be its content.
     """
 
     rows: tuple[KvRow, ...]
@@ -84,17 +85,16 @@ class KvState:
     mask: torch.Tensor | None = None
     can_match: bool = True
     states: RowStates | None = None
-    unhashed: tuple[SessionStep, ...] = ()
+    unhashed: tuple[SessionStep | bytes, ...] = ()
 
     @property
     def length(self) -> int:
         return self.rows[0].length
 
-    def with_changes(self, **changes: Any) -> KvState:
-        """Return a copy with other attributes, like ``dataclasses.replace``, which takes several times as long."""
-        copy = object.__new__(KvState)
-        vars(copy).update(vars(self), **changes)
-        return copy
+    def followed_by(self, row: KvRow, unhashed: tuple[SessionStep | bytes, ...]) -> KvState:
+        """Return the state of a session of one row after the row's next position."""
+        can_match = self.can_match and not unhashed
+        return KvState((row,), self.settled, self.hashes, self.digests, self.mask, can_match, self.states, unhashed)
 
 
 @dataclass
@@ -146,6 +146,50 @@ class Session:
     def forget_promise(self) -> None:
         """Make the next step reserve its room itself, because the promise was taken back."""
         self.reserved = self.length if self.batch_size else 0
+
+
+@dataclass(frozen=True)
+class NextPositions:
+    """The next position of text of each of several sessions.
+
+    Attributes:
+        sessions: sessions of one row each.
+        starts: the number of positions before the new one, for each session.
+        hidden: [sessions, 1, hidden_size].
+    """
+
+    sessions: Sequence[Session]
+    starts: Sequence[int]
+    hidden: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    @classmethod
+    def of(cls, session: Session, step: SessionStep) -> NextPositions | None:
+        """Return a step as the next position of its session; None if the step is, or says, more than that."""
+        inputs = step.inputs
+        if step.changes or step.every_block or not inputs.is_plain or inputs.hidden.shape[:2] != (1, 1):
+            return None
+        return cls([session], [step.start], inputs.hidden)
+
+    @property
+    def inputs(self) -> BlockInput:
+        return BlockInput(self.hidden)
+
+    def step(self, number: int) -> SessionStep:
+        """Return the step of one session."""
+        return SessionStep(self.starts[number], BlockInput(self.hidden[number : number + 1]))
+
+    def part(self, numbers: Sequence[int]) -> NextPositions:
+        """Return the positions of some of the sessions."""
+        sessions, starts = [self.sessions[i] for i in numbers], [self.starts[i] for i in numbers]
+        return NextPositions(sessions, starts, self.hidden[list(numbers)])
+
+
+BatchEntry = tuple[Session, SessionStep] | NextPositions  # what the engine computes in a batch with others
+Outcome = torch.Tensor | Exception  # the outputs of some sessions, or the error that refuses their steps
+Results = Outcome | list[Outcome]  # of an entry: for all its sessions, or for each of them
 
 
 def changed(state: KvState, change: HistoryChange, layout: PageLayout) -> KvState:

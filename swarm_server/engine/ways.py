@@ -185,6 +185,7 @@ def outputs_of(engine: Engine, batch: Sequence[tuple[Session, SessionStep]]) -> 
     for output in engine.run(batch):
         if isinstance(output, Exception):
             raise output
+        assert isinstance(output, torch.Tensor)
         outputs.append(output)
     return outputs
 

@@ -182,7 +182,7 @@ class Page:
             self._table = self._places = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # and never changed: each step makes one, and ``frozen`` would take five times as long
 class PageSlice:
     """The positions ``start`` … ``end`` of one row of a page."""
 
@@ -198,7 +198,12 @@ class PageSlice:
 Parts = tuple[PageSlice, ...]
 
 
-@dataclass(frozen=True)
+def length_of(parts: Parts) -> int:
+    """Return how many positions the parts have."""
+    return sum([part.end - part.start for part in parts])
+
+
+@dataclass(slots=True)  # and never changed, like PageSlice
 class KvRow:
     """One sequence: for each group of the layout, the parts of pages that hold the kept positions."""
 
@@ -210,7 +215,7 @@ class KvRow:
         return cls(0, ((),) * len(layout.groups))
 
     def kept(self, group: int) -> int:
-        return sum(map(len, self.parts[group]))
+        return length_of(self.parts[group])
 
     def crop(self, length: int, layout: PageLayout) -> KvRow | None:
         """Return the first ``length`` positions; None if a window has dropped positions that the next one looks at."""
@@ -219,7 +224,7 @@ class KvRow:
             first = self.length - self.kept(number)
             if group.window is not None and first > max(0, length - (group.window - 1)):
                 return None
-        left = (_take(parts, 0, max(0, sum(map(len, parts)) - removed)) for parts in self.parts)
+        left = (_take(parts, 0, max(0, length_of(parts) - removed)) for parts in self.parts)
         return replace(self, length=length, parts=tuple(left))
 
     def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
@@ -311,8 +316,6 @@ def grow(
     Raises:
         PeerBusy: there is no room; nothing has changed.
     """
-    if rows is before and counts is None and (grown := grown_in_place(rows, count, layout, lease)) is not None:
-        return grown
     growth = Growth(rows)
     with undone_on_error(growth.undo):
         if rows is not before:
@@ -326,11 +329,8 @@ def grow(
     return growth
 
 
-def grown_in_place(rows: tuple[KvRow, ...], count: int, layout: PageLayout, lease: Lease) -> Growth | None:
-    """Return the one row of a session, grown where it ends; None if there is no room, or if there are more rows."""
-    if len(rows) != 1:
-        return None
-    (row,) = rows
+def grown_in_place(row: KvRow, count: int, layout: PageLayout, lease: Lease, growth: Growth) -> KvRow | None:
+    """Return a row, grown where it ends; return None, and change nothing, if it has no room there."""
     for group, parts in zip(layout.groups, row.parts, strict=True):
         if not parts or len(parts) > MAX_PARTS:
             return None
@@ -338,16 +338,15 @@ def grown_in_place(rows: tuple[KvRow, ...], count: int, layout: PageLayout, leas
         page = last.page
         if page.lease is not lease or last.end != page.filled[last.row] or page.capacity < last.end + count:
             return None
-        if group.window is not None and sum(map(len, parts)) + count > group.most:
+        if group.window is not None and length_of(parts) + count > group.most:
             return None
-    filled, grown = [], []
+    grown = []
     for parts in row.parts:
         last = parts[-1]
-        page, end = last.page, last.end + count
-        filled.append((page, last.row, last.end))
-        page.filled[last.row] = end
-        grown.append((*parts[:-1], PageSlice(page, last.row, last.start, end)))
-    return Growth((KvRow(row.length + count, tuple(grown)),), filled)
+        end = last.end + count
+        growth.fill(last.page, last.row, end)
+        grown.append((*parts[:-1], PageSlice(last.page, last.row, last.start, end)))
+    return KvRow(row.length + count, tuple(grown))
 
 
 def _grow_group(
@@ -364,14 +363,14 @@ def _grow_group(
     if not count:
         return all_parts
     length = growth.rows[0].length
-    kept = sum(map(len, all_parts[0]))  # rows of one session are equally long
+    kept = length_of(all_parts[0])  # rows of one session are equally long
     excess = group.excess(length, kept, count, length if settled is None else settled)
     if excess or max(map(len, all_parts)) > MAX_PARTS:
         all_parts = _compacted(growth, group, all_parts, excess, count, lease)
     grown, homeless = _grow_in_place(growth, all_parts, count, lease)
     for is_fork, indices in homeless.items():
         if indices:
-            room = FORK_TOKENS if is_fork else _best_room(group, sum(map(len, all_parts[0])), reserved)
+            room = FORK_TOKENS if is_fork else _best_room(group, length_of(all_parts[0]), reserved)
             page = _page(group, len(indices), count, room, lease)
             for row, i in enumerate(indices):
                 grown[i] = (*all_parts[i], growth.claim(page, row, count))
@@ -422,8 +421,8 @@ def _compacted(
     lease: Lease,
 ) -> list[Parts]:
     """Copy all rows' parts into one page, without the ``excess`` oldest positions; return the new parts."""
-    kept = [_take(parts, excess, sum(map(len, parts))) for parts in all_parts]
-    length = sum(map(len, kept[0]))
+    kept = [_take(parts, excess, length_of(parts)) for parts in all_parts]
+    length = length_of(kept[0])
     room = max(GROWTH_TOKENS, length // 4 if group.window is None else group.most - length)
     page = _page(group, len(kept), length + count, length + room, lease)
     compacted: list[Parts] = []
@@ -496,7 +495,7 @@ def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
     for end in range(1, len(rows) + 1):
         parts = rows[start].parts[group]
         if end == len(rows) or not _side_by_side(rows[end - 1].parts[group], rows[end].parts[group]):
-            result.append(Run(first + start, end - start, parts, sum([part.end - part.start for part in parts])))
+            result.append(Run(first + start, end - start, parts, length_of(parts)))
             start = end
     return result
 

@@ -74,8 +74,7 @@ def _per_second(call: Callable[[int], None]) -> float:
 
 def _step(engine: Engine, session: Session, start: int, num_tokens: int) -> None:
     hidden = torch.zeros(1, num_tokens, engine.hidden_size)
-    positions = torch.arange(start, start + num_tokens)[None]
-    outputs_of(engine, [(session, SessionStep(start, BlockInput(hidden, None, positions)))])
+    outputs_of(engine, [(session, SessionStep(start, BlockInput(hidden)))])
 
 
 # ---------------------------------------------------------------- while the server works

@@ -18,7 +18,16 @@ from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
+from swarm_server.engine.session_state import (
+    Crop,
+    HistoryChange,
+    NextPositions,
+    RecordPast,
+    Reorder,
+    Results,
+    Session,
+    SessionStep,
+)
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.marks import SLOW, always
@@ -113,6 +122,18 @@ def advance(engine: Engine, generations: list[Generation], num_tokens: int, *cha
     steps = [(generation, generation.step(num_tokens, *changes)) for generation in generations]
     for (generation, _), output in zip(steps, run(engine, *steps), strict=True):
         generation.check(output, num_tokens)
+
+
+def next_of(*generations: Generation) -> NextPositions:
+    """The next position of each."""
+    steps = [generation.step(1) for generation in generations]
+    sessions, starts = [generation.session for generation in generations], [step.start for step in steps]
+    return NextPositions(sessions, starts, torch.cat([step.inputs.hidden for step in steps]))
+
+
+def of_each(results: Results) -> list[torch.Tensor | Exception]:
+    assert not isinstance(results, Exception)
+    return results if isinstance(results, list) else list(results.split(1))
 
 
 @pytest.fixture(scope="module")
@@ -393,6 +414,76 @@ def test_each_block_counts_as_it_is_run(llama: BlockStack, budget) -> None:
     generation = Generation.open(engine, budget)
     run(engine, (generation, generation.step(4)))
     assert engine.counters.blocks_run >= 2 + len(HOSTED)  # what is expected comes from there, too
+
+
+class TestNextPositions:
+    @OF_KINDS
+    def test_of_several_sessions_are_as_each_alone(self, engine: Engine, budget: CacheBudget) -> None:
+        """With much room, a little, and none; at the very beginning; and beside a step of another kind."""
+        roomy, tight, new, last, part = generations = [
+            Generation.open(engine, budget, seed=seed, reserved=reserved, blocks=blocks)
+            for seed, reserved, blocks in (
+                (1, 9, HOSTED),
+                (2, 6, HOSTED),
+                (3, 0, HOSTED),
+                (4, 9, HOSTED),
+                (5, 9, Span(0, 1)),
+            )
+        ]
+        for number, generation in enumerate((roomy, tight, last, part)):
+            advance(engine, [generation], 4 + number)
+        for _ in range(3):
+            alone = last.step(1)
+            results, output = engine.run([next_of(roomy, tight, new, part), (last.session, alone)])
+            for generation, result in zip((roomy, tight, new, part, last), (*of_each(results), output), strict=True):
+                generation.check(result)
+        assert [generation.session.length for generation in generations] == [7, 8, 3, 9, 10]
+
+    def test_are_one_tensor_if_all_have_room(self, llama: BlockStack, budget: CacheBudget) -> None:
+        engine = Engine(llama)
+        generations = [Generation.open(engine, budget, seed=seed, reserved=9, keeps_outputs=True) for seed in (1, 2)]
+        advance(engine, generations, 3)
+        (results,) = engine.run([next_of(*generations)])
+        assert isinstance(results, torch.Tensor) and results.shape == (2, 1, HIDDEN)
+        for generation, output in zip(generations, results.split(1), strict=True):
+            generation.check(output)
+            assert torch.equal(engine.outputs(generation.session, 3, 4), output)
+
+    def test_that_are_refused_leave_the_others(self, llama: BlockStack, budget: CacheBudget) -> None:
+        """Whose hidden states are no numbers, whose position does not follow, and whose session is closed."""
+        engine = Engine(llama)
+        good, bad, gap, closed, other = (Generation.open(engine, budget, seed=seed, reserved=9) for seed in range(5))
+        advance(engine, [good, bad, gap, closed, other], 3)
+        engine.close(closed.session)
+        for spoilt in (False, True):
+            positions = next_of(good, bad, gap, closed, other)
+            positions.starts[2] += 1
+            positions.hidden[1] += torch.inf if spoilt else 0.0
+            (results,) = engine.run([positions])
+            outputs = of_each(results)
+            good.check(outputs[0]), other.check(outputs[4])
+            assert [isinstance(output, RequestRejected) for output in outputs] == [False, spoilt, True, True, False]
+        assert [each.session.length for each in (good, bad, gap, other)] == [5, 4, 3, 5]
+
+    def test_of_a_crash_in_the_blocks_change_nothing(self, llama: BlockStack, budget: CacheBudget, monkeypatch) -> None:
+        engine = Engine(llama)
+        generations = [Generation.open(engine, budget, seed=seed, reserved=9) for seed in (1, 2)]
+        advance(engine, generations, 3)
+        before = [(generation.hidden, generation.mask) for generation in generations]
+
+        def crash(*_arguments: object) -> None:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_run_part", crash)
+            with pytest.raises(ZeroDivisionError):
+                engine.run([next_of(*generations)])
+        for generation, (hidden, mask) in zip(generations, before, strict=True):
+            generation.hidden, generation.mask = hidden, mask
+        (results,) = engine.run([next_of(*generations)])
+        assert isinstance(results, torch.Tensor)  # the room was given back
+        for generation, output in zip(generations, results.split(1), strict=True):
+            generation.check(output)
 
 
 class TestRefusals:
