@@ -24,9 +24,10 @@ class Distribution:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
 
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, count: int = 1) -> None:
+        """Add a value that was seen ``count`` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.total += value * count
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """Yield each bucket's bound and the number of values up to it; the last bound is +Inf, as in Prometheus."""

@@ -16,16 +16,18 @@ from swarm_protocol.errors import PeerBusy
 from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.core.counters import Counters
-from swarm_server.engine.session_state import Session, SessionStep
+from swarm_server.engine.session_state import NextPositions, Results, Session, SessionStep
 from swarm_server.engine.work_queue import WorkItem, WorkKind, WorkQueue
 
 if TYPE_CHECKING:
     from swarm_server.engine.engine import Engine
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
+_DELAY_KEPT = 0.9  # weight of the average so far, when a piece of work is added to it
 _ACTIVE_S = 1.0
 _PACE_WEIGHT = 0.1  # weight of one batch in the moving average
 _NOBODY = Caller("")
@@ -126,9 +128,51 @@ class Scheduler:
 
         Steps that start in one turn of the event loop are submitted together.
         """
+        self._arrive(self._work_of(session, step, deliver, client, user, is_background))
+
+    def start_next(
+        self,
+        positions: NextPositions,
+        rows: Sequence[R],
+        names: Sequence[tuple[str, str]],
+        deliver: Callable[[Sequence[R], Results], None],
+        *,
+        is_background: bool = False,
+    ) -> None:
+        """Submit the next positions of several sessions like ``start``.
+
+        Args:
+            rows: for each session, what ``deliver`` needs to know of it.
+            names: the client and the user of each session.
+            deliver: gets some of the rows, and what ``Engine.run`` returns for their positions, or one error for all.
+        """
+        numbers: Sequence[int] = range(len(positions))
+        if self._queue.has_prompts:  # whose last chunks may be single positions
+            prompts = [number for number in numbers if self._queue.is_prompt(positions.sessions[number])]
+            for number in prompts:
+                (client, user), deliver_one = names[number], partial(deliver, rows[number : number + 1])
+                session, step = positions.sessions[number], positions.step(number)
+                self.start(session, step, deliver_one, client, user, is_background=is_background)
+            if prompts:
+                numbers = [number for number in numbers if number not in prompts]
+                positions = positions.part(numbers)
+                rows, names = [rows[number] for number in numbers], [names[number] for number in numbers]
+        if not numbers:
+            return
+        self._count_stepped(positions.sessions, time.monotonic())
+        kind = WorkKind.BACKGROUND if is_background else WorkKind.DECODE
+        loop = asyncio.get_running_loop()
+        self._arrive(WorkItem(kind, deliver, next_positions=positions, rows=rows, names=names, loop=loop))
+
+    def _arrive(self, work: WorkItem) -> None:
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._add_arrived)
-        self._arrived.append(self._work_of(session, step, deliver, client, user, is_background))
+        self._arrived.append(work)
+
+    def _count_stepped(self, sessions: Sequence[Session], now_s: float) -> None:
+        for session in sessions:
+            self._stepped_s.pop(id(session), None)
+        self._stepped_s.update(dict.fromkeys(map(id, sessions), now_s))
 
     def _work_of(
         self,
@@ -140,8 +184,7 @@ class Scheduler:
         is_background: bool,
     ) -> WorkItem:
         now_s = time.monotonic()
-        self._stepped_s.pop(id(session), None)
-        self._stepped_s[id(session)] = now_s
+        self._count_stepped([session], now_s)
         rows, num_tokens, _ = step.inputs.hidden.shape
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
@@ -212,7 +255,7 @@ class Scheduler:
             self._changed.notify()
         for work in arrived:
             self._costs[work.kind] += work.cost
-        self._num_waiting += len(arrived)
+            self._num_waiting += work.num_pieces
         return True
 
     def _discard(self, work: WorkItem) -> None:
@@ -225,7 +268,7 @@ class Scheduler:
             self._count_out(work)
 
     def _count_out(self, work: WorkItem) -> None:
-        self._num_waiting -= 1
+        self._num_waiting -= work.num_pieces
         self._costs[work.kind] -= work.cost
 
     def _main(self) -> None:
@@ -250,8 +293,8 @@ class Scheduler:
         for work in batch:
             wait_s = now - work.submitted_s
             if kind is not WorkKind.BACKGROUND:
-                self._delay_s += 0.1 * (wait_s - self._delay_s)
-            distribution.add(wait_s)
+                self._delay_s = wait_s + _DELAY_KEPT**work.num_pieces * (self._delay_s - wait_s)
+            distribution.add(wait_s, work.num_pieces)
         self._delay_time = now
         return batch
 
@@ -281,18 +324,23 @@ class Scheduler:
         try:
             if batch[0].call is not None:
                 return [batch[0].call()]
-            return self._engine.run([work.session_step for work in batch])
+            return self._engine.run([work.entry for work in batch])
         except Exception as error:  # the caller gets whatever failed, and the thread goes on
-            if len(batch) == 1:
+            num_pieces = sum(work.num_pieces for work in batch)
+            if num_pieces == 1:
                 return [error]
-            _logger.warning("a batch of %d sessions failed; computing them one by one", len(batch))
-            return [result for work in batch for result in self._run([work])]
+            _logger.warning("a batch of %d sessions failed; computing them one by one", num_pieces)
+            return [self._run_one_by_one(work) for work in batch]
+
+    def _run_one_by_one(self, work: WorkItem) -> Any:
+        results = [self._run([piece])[0] for piece in work.pieces()]
+        return results[0] if work.next_positions is None else results
 
 
 def _hand_over(work: WorkItem, result: Any) -> None:
     """Deliver a result. If that fails, log the error: the other results of the batch must still be delivered."""
     with logged_errors(_logger, "the result of a step could not be delivered"):
-        work.deliver(result)
+        work.hand_over(result)
 
 
 def _future() -> asyncio.Future[Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
-from swarm_server.engine.session_state import Session, SessionStep
-from swarm_server.queueing.fair_queue import FairQueue
+from swarm_server.engine.session_state import BatchEntry, NextPositions, Session, SessionStep
+from swarm_server.queueing.fair_queue import FairQueue, QueueEntry
 from swarm_server.queueing.prompt_order import PromptOrder
 
 _PREFILLS_PER_TRAINING = 3  # prefill turns before a training turn, if both wait
@@ -35,46 +35,78 @@ class WorkKind(IntEnum):
 
 @dataclass(eq=False)
 class WorkItem:
-    """A step of a session, or a function call.
+    """A step of a session, the next positions of several sessions, or a function call.
 
     Attributes:
-        deliver: takes the result, or the exception that ended the work; called on ``loop``.
+        deliver: takes the result, or the exception that ended the work; called on ``loop``. Of next positions, it
+            takes ``rows`` first.
+        rows: for each of the next positions, what ``deliver`` needs to know of it.
         loop: the event loop that submitted the work; None if nobody waits for it.
         client: the peer id of the client; empty if the work is the server's own.
         user: which of the client's users the work is for, under a name that the client chooses.
+        names: the client and the user of each of the next positions.
         num_rows, num_tokens: the rows of a step, and the new positions of each; 0 for a function call.
         num_positions: their product.
+        num_pieces: the number of next positions; 1 for other work.
         cost: rows × positions, roughly proportional to the time that the work takes.
     """
 
     kind: WorkKind
-    deliver: Callable[[Any], None] = field(repr=False)
+    deliver: Callable[..., None] = field(repr=False)
     session: Session | None = None
     step: SessionStep | None = None
     call: Callable[[], Any] | None = None
+    next_positions: NextPositions | None = None
+    rows: Sequence[Any] = ()
     submitted_s: float = field(default_factory=time.monotonic)
     client: str = ""
     user: str = ""
+    names: Sequence[tuple[str, str]] = ()
     cost: int = 1
     loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
     num_rows: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
     num_positions: int = field(default=0, init=False)
+    num_pieces: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        if self.step is not None:
+        if self.next_positions is not None:
+            self.num_rows = self.num_pieces = self.cost = len(self.next_positions)
+            self.num_tokens = 1
+        elif self.step is not None:
             self.num_rows, self.num_tokens, _ = self.step.inputs.hidden.shape
-            self.num_positions = self.num_rows * self.num_tokens
+        self.num_positions = self.num_rows * self.num_tokens
 
     @property
-    def session_step(self) -> tuple[Session, SessionStep]:
+    def entry(self) -> BatchEntry:
+        """Return what the engine computes."""
+        if self.next_positions is not None:
+            return self.next_positions
         assert self.session is not None and self.step is not None
         return self.session, self.step
 
     @property
     def num_left(self) -> int:
         """Return the number of positions of the prompt from this chunk on, over all rows."""
-        return self.num_rows * (self.num_tokens + self.session_step[1].num_following)
+        assert self.step is not None
+        return self.num_rows * (self.num_tokens + self.step.num_following)
+
+    def hand_over(self, result: Any) -> None:
+        """Deliver the result."""
+        if self.next_positions is None:
+            self.deliver(result)
+        else:
+            self.deliver(self.rows, result)
+
+    def pieces(self) -> list[WorkItem]:
+        """Return each of the next positions as work of its own; only this work if it is anything else."""
+        positions = self.next_positions
+        if positions is None or len(positions) == 1:
+            return [self]
+        return [
+            replace(self, next_positions=positions.part([number]), rows=[row], names=[names])
+            for number, (row, names) in enumerate(zip(self.rows, self.names, strict=True))
+        ]
 
 
 class WorkQueue:
@@ -111,6 +143,13 @@ class WorkQueue:
         return len(self._waiting[kind])
 
     def add(self, work: WorkItem) -> None:
+        if work.next_positions is not None:
+
+            def split() -> Iterator[QueueEntry[WorkItem]]:
+                return ((piece, piece.names[0], piece.cost, ()) for piece in work.pieces())
+
+            self._waiting[work.kind].add_together(work, work.num_pieces, split)
+            return
         names = work.client, work.user
         place: tuple[float, ...] = ()
         if work.kind is WorkKind.PREFILL and work.step is not None:
@@ -121,6 +160,11 @@ class WorkQueue:
         """Remove work whose caller has gone."""
         self._waiting[work.kind].remove(work)
         self.forget(work.session)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether ``is_prompt`` is true of any session."""
+        return len(self._prompts) > 0
 
     def is_prompt(self, session: Session) -> bool:
         """Return whether chunks of this session's prompt have come, and its last chunk has not started yet."""
@@ -138,7 +182,7 @@ class WorkQueue:
         self._num_urgent = 0 if kind is WorkKind.BACKGROUND else self._num_urgent + 1
         if kind is WorkKind.DECODE:
             batch = self._batch(kind, MAX_POSITIONS, max(_LEAST_ALONE, self._chunk_positions // 4))
-            self._num_calls = self._num_calls + 1 if batch[0].step is None else 0
+            self._num_calls = self._num_calls + 1 if batch[0].call is not None else 0
             if self._num_calls % _CALLS_PER_DECODING == 0:
                 self._num_others = 0
             return batch
@@ -179,7 +223,7 @@ class WorkQueue:
             batch.append(first)
             if kind is WorkKind.PREFILL:
                 self._prompts.has_turn(id(first.session))
-            if first.step is not None and self._mixes_sessions and first.num_positions < alone_positions:
+            if first.call is None and self._mixes_sessions and first.num_positions < alone_positions:
                 batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
         for work in batch:
             if work.step is not None and not work.step.num_following:
@@ -192,7 +236,8 @@ def _fit_together(all_work: Sequence[WorkItem], most_positions: int, alone_posit
     num_tokens = all_work[0].num_tokens
     if not num_tokens or sum([work.num_positions for work in all_work]) > most_positions:
         return False
-    return all([work.num_tokens == num_tokens and work.num_positions < alone_positions for work in all_work])
+    most = alone_positions  # of one session
+    return all([work.num_tokens == num_tokens and work.num_positions < most * work.num_pieces for work in all_work])
 
 
 def _companions(
@@ -201,9 +246,8 @@ def _companions(
     """Take out and yield steps with as many new positions as ``first``, of ``num_left`` positions together."""
 
     def fits(work: WorkItem) -> bool:
-        if work.step is None or work.num_tokens != first.num_tokens:
-            return False
-        return work.num_positions < alone_positions and work.num_positions <= num_left
+        is_alike = work.num_tokens == first.num_tokens
+        return is_alike and work.num_positions < alone_positions and work.num_positions <= num_left
 
     while num_left > 0 and (work := waiting.pop(fits)) is not None:
         yield work

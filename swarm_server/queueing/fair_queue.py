@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+QueueEntry = tuple[T, Sequence[str], float, tuple[float, ...]]  # work, names, cost and place, see ``FairQueue.add``
 _FEW_SHARES = 8  # shares that are kept without a look whether they can be forgotten
 
 
@@ -68,7 +69,8 @@ class FairQueue(Generic[T]):
         self._shares: dict[str, _Share[T]] = {}
         self._most_shares = _FEW_SHARES  # with so many, those that say nothing are forgotten
         self._in_order: list[tuple[float, int, _Share[T]]] = []  # start, turn and share; those with waiting work
-        self._new: list[tuple[T, Sequence[str], float, tuple[float, ...]]] = []  # work that is in no share yet
+        self._new: list[tuple[T, Callable[[], Iterable[QueueEntry[T]]]]] = []  # work that is in no share yet
+        self._num_new = 0  # pieces of this work
         self._num_waiting = 0
         self._now = 0.0
         self._turns = count()
@@ -84,8 +86,16 @@ class FairQueue(Generic[T]):
             cost: how long the work takes, in any unit that is the same for all work.
             place: the order among work of the same names; the lowest place goes first.
         """
-        self._new.append((work, names, cost, place))
-        self._num_waiting += 1
+        self.add_together(work, 1, lambda: [(work, names, cost, place)])
+
+    def add_together(self, work: T, num_pieces: int, split: Callable[[], Iterable[QueueEntry[T]]]) -> None:
+        """Add several pieces of work, which stay one if ``take_all`` takes them out.
+
+        ``split``: returns the pieces, with what ``add`` takes for each.
+        """
+        self._new.append((work, split))
+        self._num_new += num_pieces
+        self._num_waiting += num_pieces
 
     def pop(self, fits: Callable[[T], bool] = lambda _work: True) -> T | None:
         """Take out and return the first work that fits; return None if there is none."""
@@ -111,13 +121,13 @@ class FairQueue(Generic[T]):
 
         Return an empty list otherwise. Work that is computed at once needs no order, which takes longer to find.
         """
-        if not self._new or len(self._new) < self._num_waiting:
+        if not self._new or self._num_new < self._num_waiting:
             return []
-        everything = [entry[0] for entry in self._new]
+        everything = [work for work, _ in self._new]
         if not fit(everything):
             return []
-        self._new.clear()
-        self._forget(len(everything))
+        self._new, self._num_new = [], 0
+        self._forget(self._num_waiting)
         return everything
 
     def remove(self, work: T) -> None:
@@ -139,8 +149,8 @@ class FairQueue(Generic[T]):
         """Put new work into the shares of its names. Nothing has been taken out since it came."""
         if not self._new:
             return
-        new, self._new = self._new, []
-        for work, (name, *others), cost, place in new:
+        new, self._new, self._num_new = self._new, [], 0
+        for work, (name, *others), cost, place in chain.from_iterable([split() for _, split in new]):
             share = self._shares.get(name) or self._new_share(name)
             if not share.waiting:
                 share.restart(max(self._now, share.start), next(self._turns))

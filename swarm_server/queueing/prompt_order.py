@@ -38,6 +38,10 @@ class PromptOrder:
         self._users: dict[Hashable, Hashable] = {}  # the user of each prompt under way
         self._numbers = count()
 
+    def __len__(self) -> int:
+        """Return how many prompts are under way."""
+        return len(self._users)
+
     def __contains__(self, prompt: Hashable) -> bool:
         """Return whether the prompt is under way."""
         return prompt in self._users

@@ -14,7 +14,8 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller, Shares
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.scheduler import Scheduler
-from swarm_server.engine.session_state import SessionStep
+from swarm_server.engine.session_state import NextPositions, SessionStep
+from swarm_server.engine.work_queue import MAX_POSITIONS
 from tests.unit.support import TIMEOUT_S, run, until
 
 TRAINING = 8  # passes that may be there
@@ -35,15 +36,20 @@ class Engine:
         self.refused: set[str] = set()
         self.fails: Callable[[Sequence[str]], bool] = lambda names: False
 
-    def run(self, batch: Sequence[tuple[str, SessionStep]]) -> list[str | Exception]:
-        names = [name for name, _ in batch]
+    def run(self, batch: Sequence[tuple[str, SessionStep] | NextPositions]) -> list[Any]:
+        of_each = [list(work.sessions) if isinstance(work, NextPositions) else [work[0]] for work in batch]
+        names = [name for names in of_each for name in names]
         self.batches.append(names)
         self.threads.add(threading.get_ident())
         self.entered.set()
         assert self.gate.wait(TIMEOUT_S)
         if self.fails(names):
             raise ZeroDivisionError(names)
-        return [RequestRejected(name) if name in self.refused else name for name in names]
+        results = [[RequestRejected(name) if name in self.refused else name for name in names] for names in of_each]
+        return [
+            result if isinstance(work, NextPositions) else result[0]
+            for work, result in zip(batch, results, strict=True)
+        ]
 
 
 @pytest.fixture
@@ -77,6 +83,13 @@ async def submit(coroutine: Any) -> asyncio.Task:
     task = asyncio.create_task(coroutine)
     await asyncio.sleep(0)  # runs the task up to its first wait, which is for the result
     return task
+
+
+def start_next(scheduler: Scheduler, sessions: Sequence[str], received: list[Any], client: str = "") -> None:
+    """Each session is a user of its own; ``received`` gets what is delivered."""
+    positions = NextPositions(sessions, [1] * len(sessions), torch.zeros(len(sessions), 1, 1))
+    names = [(client, session) for session in sessions]
+    scheduler.start_next(positions, sessions, names, lambda rows, results: received.append((rows, results)))
 
 
 def test_everything_runs_on_one_other_thread(scheduler: Scheduler, engine: Engine) -> None:
@@ -164,6 +177,62 @@ async def test_too_much_training_is_refused_at_once(scheduler: Scheduler, engine
     engine.gate.set()
     assert await asyncio.gather(*tasks) == ["first"] + ["trained"] * (share + 1) + ["a"]
     assert await scheduler.train(lambda: "room again") == "room again"
+
+
+class TestNextPositions:
+    async def test_of_several_sessions_are_computed_and_delivered_together(
+        self, scheduler: Scheduler, engine: Engine
+    ) -> None:
+        first, received = await held(scheduler, engine), []
+        start_next(scheduler, "abc", received)
+        await asyncio.sleep(0)
+        assert scheduler.num_waiting == 4 and scheduler.num_active == 4
+        engine.gate.set()
+        await asyncio.gather(first, scheduler.step("later", step()))
+        assert received == [("abc", ["a", "b", "c"])] and scheduler.num_waiting == 0
+        assert engine.batches[1][:3] == ["a", "b", "c"]
+        *_, (_, count) = scheduler._counters.wait_s["decode"].cumulative()
+        assert count == 5
+
+    async def test_of_more_sessions_than_a_batch_takes_are_shared_among_users(
+        self, scheduler: Scheduler, engine: Engine
+    ) -> None:
+        first, received = await held(scheduler, engine), []
+        many = [f"many {number}" for number in range(MAX_POSITIONS)]
+        start_next(scheduler, many, received, "crowd")
+        start_next(scheduler, ["one", "other"], received, "two")
+        await asyncio.sleep(0)
+        engine.gate.set()
+        await asyncio.gather(first, scheduler.step("later", step()))
+        assert {"one", "other"} < set(engine.batches[1]) and len(engine.batches[1]) == MAX_POSITIONS
+        assert sorted(row for rows, _ in received for row in rows) == sorted([*many, "one", "other"])
+        assert all([[row] == result for (row,), result in received])
+
+    async def test_that_fail_are_computed_one_by_one(self, scheduler: Scheduler, engine: Engine) -> None:
+        engine.fails, received = (lambda names: "b" in names), []
+        start_next(scheduler, "abc", received)
+        await scheduler.step("later", step())
+        ((rows, (a, b, c)),) = received
+        assert (rows, a, c) == ("abc", ["a"], ["c"]) and isinstance(b, ZeroDivisionError)
+
+    async def test_that_end_a_prompt_wait_among_prompts(self, scheduler: Scheduler, engine: Engine) -> None:
+        received: list[Any] = []
+        sessions = one, prompt, other = ["one", "prompt", "other"]
+        await scheduler.step(prompt, step(2, num_following=1))
+        start_next(scheduler, sessions, received)
+        await scheduler.step("later", step(100))
+        await until(lambda: len(received) == 2)
+        assert sorted(received, key=str) == [([one, other], [one, other]), ([prompt], prompt)]
+        *_, (_, count) = scheduler._counters.wait_s["prefill"].cumulative()
+        assert count == 3
+
+    async def test_after_the_end_are_refused(self, engine: Engine) -> None:
+        scheduler, received = Scheduler(engine, TRAINING), []
+        scheduler.stop()
+        start_next(scheduler, "ab", received)
+        await asyncio.sleep(0)
+        ((rows, error),) = received
+        assert rows == "ab" and isinstance(error, PeerBusy)
 
 
 class TestFailures:

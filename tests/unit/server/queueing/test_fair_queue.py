@@ -70,6 +70,25 @@ def test_all_work_is_taken_at_once_if_it_fits_and_has_come_to_an_empty_queue() -
     assert queue.take_all(lambda _works: True) == [] and drained(queue) == ["b", "c", "d"]
 
 
+def test_pieces_that_come_together_stay_together_if_all_work_is_taken() -> None:
+    queue: FairQueue[str] = FairQueue()
+
+    def add_two() -> None:
+        queue.add_together("ab", 2, lambda: [("a", ["anna"], 1, ()), ("b", ["bert"], 1, ())])
+        queue.add("c", ["anna"], 1)
+
+    add_two()
+    assert len(queue) == 3 and queue.take_all(lambda works: works == ["ab", "c"]) == ["ab", "c"] and len(queue) == 0
+    add_two()
+    assert queue.take_all(lambda _works: False) == [] and drained(queue) == ["a", "b", "c"]
+    add_two()
+    assert queue.pop() == "a"
+    add_two()
+    assert queue.take_all(lambda _works: True) == [] and len(queue) == 5
+    queue.remove("b")
+    assert queue.clear() == ["c", "a", "c"]
+
+
 def test_work_that_is_removed() -> None:
     queue: FairQueue[object] = FairQueue()
     one, two, three, four = works = [object() for _ in range(4)]
