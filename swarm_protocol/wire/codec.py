@@ -31,6 +31,7 @@ _NUMPY_DTYPES = {
 _WIRE_DTYPES = {dtype: wire for wire, dtype in _TORCH_DTYPES.items()}
 _PACK = {pb.BFLOAT16_ELEMENTS: pack_bf16, pb.INT8_BLOCKS: pack_int8, pb.INT4_BLOCKS: pack_int4}
 _UNPACK = {pb.BFLOAT16_ELEMENTS: unpack_bf16, pb.INT8_BLOCKS: unpack_int8, pb.INT4_BLOCKS: unpack_int4}
+_OF_ELEMENTS = (pb.RAW, pb.BFLOAT16_ELEMENTS)  # codecs that encode each element alone
 _MORE_DECODED = {pb.INT4_BLOCKS: 2}  # memory for decoding a byte, relative to INT8_BLOCKS
 MAX_RANK = 4
 _SHOWN_DIMS = 8
@@ -94,6 +95,26 @@ def _fill(header: pb.Tensor, tensor: torch.Tensor, codec: pb.Codec, size_bytes: 
     header.shape.extend(tensor.shape)
 
 
+class EncodedRows:
+    """The rows of a tensor, each encoded like a tensor of one row that fits into one part.
+
+    Attributes:
+        header: the wire tensor of each row, without its data.
+        data: the data of each row.
+    """
+
+    def __init__(self, tensor: torch.Tensor, codec: pb.Codec) -> None:
+        """Encode the rows. Raise RequestRejected if the tensor's dtype has no wire form."""
+        if codec in _OF_ELEMENTS:
+            whole = _bytes_of(tensor, codec)
+            size = len(whole) // len(tensor)
+            self.data = [whole[start : start + size] for start in range(0, len(whole), size)]
+        else:
+            self.data = [_bytes_of(row, codec) for row in tensor.split(1)]
+        self.header = pb.Tensor()
+        _fill(self.header, tensor[:1], codec, len(self.data[0]), b"")
+
+
 def parts_of(data: bytes) -> Iterator[bytes]:
     """Return the parts in which data travel, each of ``PART_BYTES``, but for the last."""
     return (data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES))
@@ -144,13 +165,17 @@ class Assembler:
     def tensor(self) -> torch.Tensor:
         """Return the decoded tensor, on the CPU, owning its memory."""
         assert self.complete
-        if not self._data:
-            return torch.empty(self.shape, dtype=self.dtype)
-        if self.codec != pb.RAW:
-            return _UNPACK[self.codec](self._data, self.shape, self.dtype)
-        if self.dtype == torch.bfloat16:  # numpy has none; a view takes longer than all else here
-            return torch.frombuffer(self._data, dtype=self.dtype).view(self.shape)
-        return torch.from_numpy(np.ndarray(self.shape, _NUMPY_DTYPES[self.dtype], self._data))
+        return _decoded(self._data, self.shape, self.dtype, self.codec)
+
+
+def _decoded(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype, codec: pb.Codec) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    if codec != pb.RAW:
+        return _UNPACK[codec](data, shape, dtype)
+    if dtype == torch.bfloat16:  # numpy has none; a view takes longer than all else here
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+    return torch.from_numpy(np.ndarray(shape, _NUMPY_DTYPES[dtype], data))
 
 
 @lru_cache(_MOST_HEADERS)  # nearly all tensors of a session are alike
@@ -179,6 +204,15 @@ def decode(wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES) -> torch.Tensor:
     if not assembler.complete:
         raise RequestRejected(f"only {len(wire.data)} of {wire.size_bytes} bytes of a tensor arrived")
     return assembler.tensor()
+
+
+def decode_rows(wires: Sequence[pb.Tensor]) -> torch.Tensor:
+    """Decode tensors of one row into one tensor; their shapes, dtypes and codecs are equal, and their data complete."""
+    first = Assembler(wires[0])
+    if first.codec not in _OF_ELEMENTS:
+        return torch.cat([decode(wire) for wire in wires])
+    data = bytearray().join([wire.data for wire in wires])
+    return _decoded(data, (len(wires), *first.shape[1:]), first.dtype, first.codec)
 
 
 def shown_shape(wire: pb.Tensor) -> str:

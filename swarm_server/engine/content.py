@@ -71,7 +71,7 @@ def _all_contents(unhashed: Sequence[SessionStep | bytes]) -> Iterator[torch.Ten
     """Yield the content of all these steps, [batch, tokens, bytes]."""
     for size, alike in itertools.groupby(unhashed, lambda each: len(each) if isinstance(each, bytes) else 0):
         if size:
-            data = bytearray().join(each for each in alike if isinstance(each, bytes))
+            data = bytearray().join([each for each in alike if isinstance(each, bytes)])
             yield torch.frombuffer(data, dtype=torch.uint8).view(1, -1, size)
         else:
             steps = _joined(each for each in alike if isinstance(each, SessionStep))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
@@ -17,11 +18,12 @@ from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.routine import end_tasks
-from swarm_protocol.wire.bundling import Outbox, may_be_bundled
+from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
-from swarm_server.net.arrivals import Arrivals, ByteReservation
+from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import require_key
+from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession, Reply, Result, Send
 
@@ -54,20 +56,17 @@ class ReplyBundle:
         """Yield a session's way to reply: small outputs and failures go here, all else on its own stream."""
 
         async def reply(replies: list[pb.SessionReply]) -> None:
-            if not (_is_answer(replies) and put(pb.KeyedReply(session_key=session_key, reply=replies[0]))):
+            if not (_is_answer(replies) and self._put(pb.KeyedReply(session_key=session_key, reply=replies[0]))):
                 await otherwise(replies)
-
-        def put(reply: pb.KeyedReply) -> bool:
-            return self._has_room() and self._outbox.put_small(reply)
 
         self.num_sessions += 1
         try:
-            yield Reply(reply, self._has_room, put)
+            yield Reply(reply, self._put)
         finally:
             self.num_sessions -= 1
 
-    def _has_room(self) -> bool:
-        return self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
+    def _put(self, reply: pb.KeyedReply) -> bool:
+        return self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES and self._outbox.put_small(reply)
 
 
 def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
@@ -112,27 +111,50 @@ class StepTasks:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
+        self._arrived: list[BundledStep] = []  # steps that ``begin`` begins
+        self._following: list[BundledStep] = []  # such steps of sessions that have earlier steps under way
         self._under_way: dict[HostedSession, int] = {}
         self._of_client: dict[str, int] = {}
         self._without_task = 0
         self._idle = asyncio.Event()
         self._failing: set[asyncio.Task[None]] = set()
 
-    def start(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
-        """Start to compute a step. ``done`` is called at the end with False if the step was refused, else with True.
+    def add(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
+        """Take a step, which ``begin`` begins. ``done`` is called at its end with False if it was refused, else True.
 
         If the step is refused, its client gets the reason. Raise RequestRejected, without a message to the client, if
         the step is too large or the client has too many steps under way.
         """
-        if not may_be_bundled(step):
+        size_bytes = step.ByteSize()
+        if size_bytes > MAX_BUNDLED_BYTES:
             raise RequestRejected(f"a step in a bundle is larger than {MAX_BUNDLED_BYTES} bytes")
         client = hosted.client.peer_id
         of_client, of_session = self._of_client.get(client, 0), self._under_way.get(hosted, 0)
         if of_client >= _MAX_TASKS:
             raise RequestRejected(f"a client has {_MAX_TASKS} steps under way on one stream")
         self._of_client[client], self._under_way[hosted] = of_client + 1, of_session + 1
-        if of_session or not self._begin(hosted, step, arrivals, done):
-            self._tasks.create_task(self._compute(hosted, step, arrivals, done))
+        bundled = BundledStep(hosted, step, arrivals, size_bytes, done)
+        (self._following if of_session else self._arrived).append(bundled)
+
+    def begin(self) -> None:
+        """Begin the steps that have been added, together if they need no tasks."""
+        arrived, following, self._arrived, self._following = self._arrived, self._following, [], []
+        group = StepGroup(self._ended)
+        tasked: list[BundledStep] = []
+        left: list[BundledStep] = []
+        for arrivals, steps in _by_arrivals(arrived).items():
+            try:
+                arrivals.take(sum([step.size_bytes for step in steps]))
+            except PeerBusy:  # tasks meet the same error, and send it to the clients
+                tasked += steps
+            else:
+                left += [step for step in steps if not group.begin(step)]
+        left += group.submit()
+        _give_back(left)
+        tasked += left
+        self._without_task += len(arrived) - len(tasked)
+        for step in chain(tasked, following):  # a session's steps keep their order
+            self._tasks.create_task(self._compute(step))
 
     async def until_done(self) -> None:
         """Wait until no step is under way that has no task."""
@@ -140,69 +162,47 @@ class StepTasks:
             self._idle.clear()
             await self._idle.wait()
 
-    def _begin(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> bool:
-        """Begin a step without a task. Return False, and change nothing, if it needs one, or is to be refused."""
-        waiting = ByteReservation(arrivals)
-        has_begun = False
-        # A task meets the same error and sends it to the client.
-        with logged_errors(_logger, "a step takes a task", level=logging.DEBUG):
-            hosted.require_number(step.number)
-            hidden = hosted.start(step)
-            waiting.take(hidden.received_bytes)
-            end = partial(self._ended, hosted, step, waiting, done)
-            has_begun = hidden.complete and hosted.begin(step, hidden.tensor(), end)
-        if has_begun:
-            self._without_task += 1
-        else:
-            waiting.close()
-        return has_begun
-
-    def _ended(
-        self,
-        hosted: HostedSession,
-        step: pb.Step,
-        waiting: ByteReservation,
-        done: Callable[[bool], None],
-        result: Result,
-    ) -> None:
-        waiting.close()
+    def _ended(self, steps: Sequence[BundledStep], result: Result) -> None:
+        _give_back(steps)
         if isinstance(result, asyncio.CancelledError):  # the server ends
-            self._count_out(hosted)
+            self._count_out_without_task(steps)
         elif isinstance(result, BaseException):
-            failing = asyncio.ensure_future(self._fail(hosted, step, result, done))
-            self._failing.add(failing)
-            failing.add_done_callback(self._failing.discard)
+            for step in steps:
+                failing = asyncio.ensure_future(self._fail(step, result))
+                self._failing.add(failing)
+                failing.add_done_callback(self._failing.discard)
         else:
-            self._count_out(hosted)
-            done(result)
+            self._count_out_without_task(steps)
+            for step in steps:
+                step.done(result)
 
-    def _count_out(self, hosted: HostedSession) -> None:
-        self._without_task -= 1
+    def _count_out_without_task(self, steps: Sequence[BundledStep]) -> None:
+        self._without_task -= len(steps)
         if not self._without_task:
             self._idle.set()
-        _count_down(self._under_way, hosted)
-        _count_down(self._of_client, hosted.client.peer_id)
+        self._count_out(steps)
 
-    async def _fail(
-        self, hosted: HostedSession, step: pb.Step, error: BaseException, done: Callable[[bool], None]
-    ) -> None:
+    def _count_out(self, steps: Sequence[BundledStep]) -> None:
+        for step in steps:
+            _count_down(self._under_way, step.hosted)
+        for client, number in Counter([step.hosted.client.peer_id for step in steps]).items():
+            _count_down(self._of_client, client, number)
+
+    async def _fail(self, step: BundledStep, error: BaseException) -> None:
         could_be = False
         try:
             with logged_errors(_logger, "a client could not be told that its step failed"):
-                could_be = await _has_told(hosted, step, error)
+                could_be = await _has_told(step.hosted, step.request, error)
         finally:
-            self._count_out(hosted)
-        done(could_be)
+            self._count_out_without_task([step])
+        step.done(could_be)
 
-    async def _compute(
-        self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]
-    ) -> None:
+    async def _compute(self, step: BundledStep) -> None:
         try:
-            could_be = await self._take(hosted, step, arrivals)
-            done(could_be)
+            could_be = await self._take(step.hosted, step.request, step.arrivals)
+            step.done(could_be)
         finally:
-            _count_down(self._under_way, hosted)
-            _count_down(self._of_client, hosted.client.peer_id)
+            self._count_out([step])
 
     async def _take(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals) -> bool:
         try:
@@ -217,6 +217,19 @@ class StepTasks:
             return await _has_told(hosted, step, error)
 
 
+def _by_arrivals(steps: Sequence[BundledStep]) -> dict[Arrivals, list[BundledStep]]:
+    by_arrivals: dict[Arrivals, list[BundledStep]] = {}
+    for step in steps:
+        by_arrivals.setdefault(step.arrivals, []).append(step)
+    return by_arrivals
+
+
+def _give_back(steps: Sequence[BundledStep]) -> None:
+    """Count the bytes of the steps as used no longer."""
+    for arrivals, together in _by_arrivals(steps).items():
+        arrivals.give_back(sum([step.size_bytes for step in together]))
+
+
 async def _has_told(hosted: HostedSession, step: pb.Step, error: BaseException) -> bool:
     """Tell the client why its step failed, and return False; True if the session's own stream has said it."""
     if not isinstance(error, RequestRejected):
@@ -228,8 +241,8 @@ async def _has_told(hosted: HostedSession, step: pb.Step, error: BaseException) 
     return False
 
 
-def _count_down(counts: dict[C, int], key: C) -> None:
-    if count := counts.pop(key) - 1:
+def _count_down(counts: dict[C, int], key: C, number: int = 1) -> None:
+    if count := counts.pop(key) - number:
         counts[key] = count
 
 
@@ -273,8 +286,11 @@ def _take_all(
         raise RequestRejected(f"{len(entries)} steps are in one message: expected at most {MAX_BUNDLED}")
     if outbox.size_bytes > _MAX_UNREAD_BYTES:
         raise RequestRejected("the replies of this server are not read")
-    for entry in entries:
-        take(tasks, entry)
+    try:
+        for entry in entries:
+            take(tasks, entry)
+    finally:
+        tasks.begin()
 
 
 async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[], bool]) -> Any:
@@ -293,6 +309,10 @@ async def _send_all(outbox: Outbox[Any]) -> None:
         await outbox.send_all()
 
 
+def _ignore(_could_be: bool) -> None:
+    """Do nothing at the end of a step: its client sees its output."""
+
+
 def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Callable[[StepTasks, pb.KeyedStep], None]:
     """Return a function that takes a client's steps; ``find`` raises SessionLost if the client has no such session."""
 
@@ -301,7 +321,7 @@ def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Call
             hosted = find(entry.session_key)
         except SessionLost:  # the session's own stream has reported why
             return
-        tasks.start(hosted, entry.step, arrivals, lambda _could_be: None)
+        tasks.add(hosted, entry.step, arrivals, _ignore)
 
     return take
 
@@ -321,7 +341,7 @@ def take_pushed(
         try:
             hosted = find(entry.push_key)
             # The pushed step counts in the share of the session's client.
-            tasks.start(hosted, entry.step, arrivals.of(hosted.client), tell)
+            tasks.add(hosted, entry.step, arrivals.of(hosted.client), tell)
         except (SessionLost, RequestRejected):  # the other entries continue
             tell(False)
 

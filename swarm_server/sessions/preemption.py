@@ -50,10 +50,10 @@ class Claim:
         """Mark a step as being computed until ``end``."""
         self._is_computing = True
 
-    def end(self, used_bytes: Callable[[], int]) -> None:
-        """End what ``begin`` began. ``used_bytes`` returns the bytes with content, and may be called later."""
+    def end(self, used_bytes: Callable[[], int], time_s: float) -> None:
+        """End at ``time_s`` what ``begin`` began. ``used_bytes`` returns the bytes with content, also later."""
         self._is_computing = False
-        self._has_begun, self._used_bytes, self._last_s = True, used_bytes, now_s()
+        self._has_begun, self._used_bytes, self._last_s = True, used_bytes, time_s
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +14,25 @@ from typing import Any
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerError, RequestRejected
-from swarm_protocol.failures import logged_errors, undone_on_error
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.block_input import BlockInput, unstacked
-from swarm_protocol.wire.codec import Assembler, counts_on, encode, encode_into, shown_shape, torch_dtype
+from swarm_protocol.wire.codec import (
+    Assembler,
+    EncodedRows,
+    counts_on,
+    decode,
+    encode,
+    encode_into,
+    shown_shape,
+    torch_dtype,
+)
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import number_of, status_of
-from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, Session, SessionStep
+from swarm_server.engine.scheduler import Scheduler
+from swarm_server.engine.session_state import Crop, HistoryChange, Outcome, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
 from swarm_server.sessions.preemption import Claim, Preemption, now_s
@@ -32,6 +41,9 @@ from swarm_server.sessions.services import SpanServices
 
 Send = Callable[[list[pb.SessionReply]], Awaitable[None]]
 Result = bool | BaseException  # of a step: whether it was not refused, or the error with which the server failed
+# Next positions of text that can be decoded together: shape, dtype, codec and size of the hidden states, and whether
+# nobody waits for the answers.
+StepKind = tuple[tuple[int, ...], int, int, int, bool]
 _logger = logging.getLogger(__name__)
 
 
@@ -41,13 +53,44 @@ class Reply:
 
     Attributes:
         send: sends the messages of one reply.
-        has_room: returns whether ``put`` would send a small reply now.
         put: sends an output or a failure later, together with those of other sessions; returns False if it cannot.
+            None if it never can.
     """
 
     send: Send
-    has_room: Callable[[], bool] = lambda: False
-    put: Callable[[pb.KeyedReply], bool] = lambda _reply: False
+    put: Callable[[pb.KeyedReply], bool] | None = None
+
+
+class StepOutputs:
+    """The outputs of steps that were computed together, as their clients get them."""
+
+    def __init__(self, outputs: torch.Tensor, num_steps: int, scheduler: Scheduler) -> None:
+        """Keep the outputs of one step, or the rows [1, hidden_size] of several steps."""
+        self._outputs = outputs
+        self._num_steps = num_steps
+        self._load = pb.Output(active_sessions=scheduler.num_active, queue_s=scheduler.queue_s)
+        self._rows: dict[pb.Codec, tuple[pb.Output, list[bytes]]] = {}
+
+    def of(self, number: int) -> torch.Tensor:
+        """Return the output of one step."""
+        return self._outputs if self._num_steps == 1 else self._outputs[number : number + 1]
+
+    def fill(self, answer: pb.Output, number: int, num_wanted: int | None, codec: pb.Codec) -> list[bytes]:
+        """Fill in the last ``num_wanted`` outputs of a step; None means all. Return the further parts of them."""
+        if self._num_steps == 1:
+            answer.MergeFrom(self._load)
+            output = self._outputs
+            wanted = output if num_wanted in (None, output.shape[1]) else output[:, -num_wanted:]
+            return encode_into(answer.hidden, wanted, codec)
+        if codec not in self._rows:
+            rows = EncodedRows(self._outputs, codec)
+            like = pb.Output(hidden=rows.header)
+            like.MergeFrom(self._load)
+            self._rows[codec] = like, rows.data
+        like, data = self._rows[codec]
+        answer.MergeFrom(like)  # in half of the time that it takes to set all fields
+        answer.hidden.data = data[number]
+        return []
 
 
 class HostedSession:
@@ -56,6 +99,8 @@ class HostedSession:
     Attributes:
         client: the client that owns the session.
         key: the client's own key; ``push_key`` is the key for peers that may push steps.
+        names: the client's peer id, and which of the client's users the session is for.
+        is_background: nobody waits for the session's answers.
     """
 
     def __init__(
@@ -76,7 +121,8 @@ class HostedSession:
         self._services = services
         self._preemption = preemption
         self._reply = reply
-        self._user, self._is_background = request.user, request.is_background
+        self.names = client.peer_id, request.user
+        self.is_background = request.is_background
         self._codec = request.codec
         self._next_codec = request.next.codec if request.next.HasField("codec") else request.codec
         self._sent_number = request.sent_number
@@ -104,6 +150,10 @@ class HostedSession:
     def number(self) -> int:
         """Return the number of the last step."""
         return self._done[0]
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._services.scheduler
 
     @property
     def _progress(self) -> pb.SessionProgress:
@@ -186,14 +236,15 @@ class HostedSession:
         try:
             yield
         finally:
-            self._end_computing()
+            self._end_computing(now_s())
 
     def _begin_to_compute(self) -> None:
         self._computed.clear()
         self.claim.begin()
 
-    def _end_computing(self) -> None:
-        self.claim.end(self._used_bytes)
+    def _end_computing(self, time_s: float) -> None:
+        self._last_time = time_s
+        self.claim.end(self._used_bytes, time_s)
         self._computed.set()
 
     async def _pass_on(self, request: pb.Step, output: torch.Tensor | None) -> bool:
@@ -214,79 +265,108 @@ class HostedSession:
     @property
     def is_idle(self) -> bool:
         """Return whether the session could begin a step now."""
-        return not (self.closed or self._turn.locked()) and self._routed.is_set()
+        return not (self.claim.closed or self._turn.locked()) and self._routed.is_set()
 
-    def begin(self, request: pb.Step, payload: torch.Tensor, on_end: Callable[[Result], None]) -> bool:
+    def begin(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
         """Begin a step like ``step``, but without a task. A task would take as long as all else that is done here.
 
-        Return False, and begin nothing, if the step needs a task: if the session is not idle, or if the step was there
-        before, is to be refused, or brings what was computed elsewhere. ``on_end`` is called when the step is done.
-        An error leaves the session idle.
+        Return None, and begin nothing, if the step needs a task: if the session is not idle, or if the step was there
+        before, is incomplete, is to be refused, or brings what was computed elsewhere. Otherwise return what must be
+        computed, after which ``end`` is called: the step, or its kind if it is the next position of text.
+
+        ``known``: kinds of such steps that have been checked.
         """
         if not self.is_idle or request.number <= self.number or request.HasField("stored"):
-            return False
+            return None
         try:
-            step = self._session_step(request, payload)
+            begun = self._complete_step(request, known)
         except (RequestRejected, PeerBusy):
-            return False
-        if not acquired_at_once(self._turn):
-            return False
+            return None
+        if begun is None or not acquired_at_once(self._turn):
+            return None
         self._begin_to_compute()
-        with undone_on_error(self._undo_begin):
-            self._services.scheduler.start(
-                self.session,
-                step,
-                partial(self._end_step, request, payload, on_end),
-                self.client.peer_id,
-                self._user,
-                is_background=self._is_background,
-            )
-        return True
+        return begun
 
-    def _undo_begin(self) -> None:
-        self._end_computing()
+    def undo_begin(self) -> None:
+        """Make the session idle again, because its step cannot be computed now."""
+        self._end_computing(now_s())
         self._turn.release()
 
-    def _end_step(
-        self,
-        request: pb.Step,
-        payload: torch.Tensor,
-        on_end: Callable[[Result], None],
-        output: torch.Tensor | Exception,
-    ) -> None:
-        """Send the output of a step that has begun without a task. If that has to wait, a task does it."""
-        self._end_computing()
-        self._last_time = now_s()
-        is_closed, is_output = self.closed, isinstance(output, torch.Tensor)
-        if is_output and not is_closed:
+    def end(self, request: pb.Step, outputs: StepOutputs | Exception, number: int, time_s: float) -> bool:
+        """Send the output with this number for a step that has begun. Return False if ``end_later`` must do so.
+
+        ``time_s``: the present time, see ``now_s``.
+        """
+        self._end_computing(time_s)
+        if not self.claim.closed:
+            if isinstance(outputs, Exception):
+                return False
             self._done = request.number, self.session.length, self.session.batch_size
-        if is_closed or (isinstance(output, torch.Tensor) and self._has_put(request, output)):
-            self._turn.release()
-            on_end(True)
-            return
+            if not self._has_put(request, outputs, number):
+                return False
+        self._turn.release()
+        return True
+
+    def end_later(self, request: pb.Step, output: Outcome, on_end: Callable[[Result], None]) -> None:
+        """Send the output in a task, or try again to compute the step if there is none; ``on_end`` gets the result."""
         if isinstance(output, torch.Tensor):
             self._rest = asyncio.ensure_future(self._pass_on(request, output))
         else:
-            self._rest = asyncio.ensure_future(self._in_turn(request, payload, output))
+            self._rest = asyncio.ensure_future(self._in_turn(request, decode(request.hidden), output))
         self._rest.add_done_callback(partial(self._ended, on_end))
+
+    def _complete_step(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
+        """Return what ``begin`` does; None if the hidden states are incomplete. Raise the error that refuses it."""
+        self.require_number(request.number)
+        kind, start = self._kind_of_next(request), request.start_position
+        if kind is not None and kind in known:
+            self._services.validator.length(start + 1)
+        else:
+            hidden = self.start(request)
+            if not hidden.complete:
+                return None
+            if kind is None:
+                return self._session_step(request, hidden.tensor())
+        if start >= self.session.reserved:
+            self._require_room(start, 1, ())
+        return kind
+
+    def _kind_of_next(self, request: pb.Step) -> StepKind | None:
+        """Return the kind of a complete step of the next position of text; None for any other step."""
+        start, hidden, session = request.start_position, request.hidden, self.session
+        if session.length != start or session.batch_size != 1 or session.layout.slots or request.changes:
+            return None
+        if request.every_block or request.following_tokens or request.outputs_wanted > 1 or request.HasField("joined"):
+            return None
+        if request.HasField("attention_mask") and request.attention_mask.values:  # an empty one hides nothing
+            return None
+        if request.HasField("position_ids") and not counts_on(request.position_ids, start, 1):
+            return None
+        shape, size_bytes = tuple(hidden.shape), hidden.size_bytes
+        if len(shape) != 3 or shape[:2] != (1, 1) or len(hidden.data) != size_bytes:
+            return None
+        return shape, hidden.dtype, hidden.codec, size_bytes, self.is_background
 
     def _ended(self, on_end: Callable[[Result], None], done: asyncio.Task[bool]) -> None:
         self._rest = None
         self._turn.release()
         on_end(asyncio.CancelledError() if done.cancelled() else done.exception() or done.result())
 
-    def _has_put(self, request: pb.Step, output: torch.Tensor) -> bool:
+    def _has_put(self, request: pb.Step, outputs: StepOutputs, number: int) -> bool:
         """Send an output that goes to the client alone without waiting; return False if that is not possible."""
         if self._pusher is not None or self._copier is not None or request.every_block or not self._routed.is_set():
             return False
         if request.number <= self._sent_number:
             return True
-        if not self._reply.has_room():
+        put = self._reply.put
+        if put is None:
             return False
         keyed = pb.KeyedReply(session_key=self.key)
-        with logged_errors(_logger, "an output could not be bundled"):
-            return not self._fill(keyed.reply.output, request, output) and self._reply.put(keyed)
-        return False
+        try:
+            return not self._fill(keyed.reply.output, request, outputs, number) and put(keyed)
+        except Exception:  # a task sends it, or meets the same error
+            _logger.exception("an output could not be bundled")
+            return False
 
     async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
         """Send the last block's outputs on, unless they were sent before; then each block's, if they are wanted."""
@@ -318,9 +398,7 @@ class HostedSession:
             self._services.counters.positions["copied"] += self.session.batch_size * stored.num_tokens
             return None
         step = self._session_step(request, payload)
-        return await self._services.scheduler.step(
-            self.session, step, self.client.peer_id, self._user, is_background=self._is_background
-        )
+        return await self._services.scheduler.step(self.session, step, *self.names, is_background=self.is_background)
 
     def _applicable(self, request: pb.Step) -> tuple[HistoryChange, ...]:
         """Return the changes before the step. Raise RequestRejected if its positions do not follow the session's."""
@@ -430,20 +508,16 @@ class HostedSession:
             await self._pusher.send(_with_hidden(request, header), parts)
             return
         answer = pb.Output()
-        parts = self._fill(answer, request, output)
+        parts = self._fill(answer, request, StepOutputs(output, 1, self.scheduler), 0)
         await self._reply_output(answer, parts)
 
-    def _fill(self, answer: pb.Output, request: pb.Step, output: torch.Tensor) -> list[bytes]:
+    def _fill(self, answer: pb.Output, request: pb.Step, outputs: StepOutputs, number: int) -> list[bytes]:
         """Fill in the answer to the client, and return the further parts of its hidden states."""
         answer.number = request.number
-        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else output.shape[1]
-        if not num_wanted:
+        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else None
+        if num_wanted == 0:
             return []
-        scheduler = self._services.scheduler
-        answer.active_sessions, answer.queue_s = scheduler.num_active, scheduler.queue_s
-        return encode_into(
-            answer.hidden, output if num_wanted == output.shape[1] else output[:, -num_wanted:], self._codec
-        )
+        return outputs.fill(answer, number, num_wanted, self._codec)
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
         """Send the outputs of each block to the client; ``outputs``: [blocks, batch, tokens, hidden_size]."""

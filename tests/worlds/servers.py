@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from operator import mul
 from typing import Any
@@ -23,7 +24,7 @@ from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.span import Span
 from swarm_server.core.counters import Counters
-from swarm_server.engine.session_state import Crop, HistoryChange, RecordPast, Reorder, SessionStep
+from swarm_server.engine.session_state import Crop, HistoryChange, NextPositions, RecordPast, Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.arrivals import Arrivals
@@ -277,6 +278,19 @@ class ToyScheduler:
 
         task = asyncio.ensure_future(self.step(session, step, client, user, is_background=is_background))
         task.add_done_callback(end)
+
+    def start_next(
+        self,
+        positions: NextPositions,
+        rows: Sequence[Any],
+        names: Sequence[tuple[str, str]],
+        deliver: Callable[[Sequence[Any], Any], None],
+        *,
+        is_background: bool = False,
+    ) -> None:
+        for number, session in enumerate(positions.sessions):
+            deliver_one = partial(deliver, [rows[number]])
+            self.start(session, positions.step(number), deliver_one, *names[number], is_background=is_background)
 
     async def _wait(self, session: ToySession, _step: SessionStep) -> None:
         await asyncio.sleep(self._chance.uniform(0.001, 0.02) + self.held_s(session))

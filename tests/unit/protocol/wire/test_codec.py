@@ -17,10 +17,12 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import (
     Assembler,
+    EncodedRows,
     all_finite,
     counts_on,
     decode,
     decode_mask,
+    decode_rows,
     encode,
     encode_mask,
     encode_positions,
@@ -350,3 +352,16 @@ def test_a_sum_that_overflows_is_looked_at_again() -> None:
     for wrong in (float("nan"), float("inf"), -float("inf")):
         assert not all_finite(torch.tensor([1.0, wrong, 2.0]))
     assert not all_finite(torch.tensor([float("inf"), -float("inf")]))
+
+
+@pytest.mark.parametrize("codec", [pb.RAW, pb.BFLOAT16_ELEMENTS, pb.INT8_BLOCKS, pb.INT4_BLOCKS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_together_are_encoded_and_decoded_as_each_alone(codec: pb.Codec, dtype: torch.dtype) -> None:
+    tensor = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    alone = [encode(row, codec)[0] for row in tensor.split(1)]
+    rows = EncodedRows(tensor, codec)
+    wires = [pb.Tensor(data=data) for data in rows.data]
+    for wire in wires:
+        wire.MergeFrom(rows.header)
+    assert wires == alone
+    assert torch.equal(decode_rows(wires), torch.cat([decode(wire) for wire in alone]))

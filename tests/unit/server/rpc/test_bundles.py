@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -16,18 +16,32 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.codec import Assembler, encode
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES
+from swarm_server.engine.session_state import NextPositions
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import bundles
-from swarm_server.sessions.sessions import acquired_at_once
+from swarm_server.sessions.sessions import StepKind, acquired_at_once
 from tests.unit.support import run
 
-WHOLE, _ = encode(torch.ones(3))
+WHOLE, _ = encode(torch.ones(1, 1, 3))
+KIND = (1, 1, 3), pb.FLOAT32, pb.RAW, 12, False
 CUT = pb.Tensor(dtype=pb.FLOAT32, shape=[8], size_bytes=32, data=bytes(16))
 CLIENT = Caller("client")
-KEY = bytes(16)
+KEY, OTHER_KEY = bytes(16), bytes(15) + b"2"
 FATAL = 66  # the step that cannot be computed
 BROKEN = 67  # the step that cannot even begin
+
+
+class FakeScheduler:
+    """Computes next positions in the next turn of the event loop."""
+
+    num_active, queue_s = 1, 0.0
+
+    def start_next(
+        self, positions: NextPositions, rows: Sequence[Any], _names: object, deliver: Callable, *, is_background: bool
+    ) -> None:
+        assert len(positions) == len(rows) and not is_background
+        asyncio.get_running_loop().call_later(0, deliver, rows, positions.hidden)
 
 
 class FakeSession:
@@ -35,6 +49,10 @@ class FakeSession:
 
     client = CLIENT
     closed = False
+    session = None
+    names = "client", "user"
+    is_background = False
+    scheduler = FakeScheduler()
 
     def __init__(self) -> None:
         self.taken: list[int] = []
@@ -50,19 +68,24 @@ class FakeSession:
     def start(self, step: pb.Step) -> Assembler:
         return Assembler(step.hidden)
 
-    def begin(self, step: pb.Step, _payload: torch.Tensor, on_end: Callable[[bool | Exception], None]) -> bool:
-        def end() -> None:
-            self.turn.release()
-            if step.number != FATAL:
-                self.taken.append(step.number)
-            on_end(RuntimeError("out of memory") if step.number == FATAL else True)
-
+    def begin(self, step: pb.Step, _known: object) -> StepKind | None:
         if step.number == BROKEN:
             raise RuntimeError("out of memory")
-        if not (self.gate.is_set() and acquired_at_once(self.turn)):
-            return False
-        asyncio.get_running_loop().call_later(0, end)
-        return True
+        if step.number > 100 or not Assembler(step.hidden).complete:
+            return None
+        return KIND if self.gate.is_set() and acquired_at_once(self.turn) else None
+
+    def undo_begin(self) -> None:
+        self.turn.release()
+
+    def end(self, step: pb.Step, _outputs: object, _number: int, _time_s: float) -> bool:
+        self.turn.release()
+        if step.number != FATAL:
+            self.taken.append(step.number)
+        return step.number != FATAL
+
+    def end_later(self, _step: pb.Step, _output: object, on_end: Callable[[bool | Exception], None]) -> None:
+        on_end(RuntimeError("out of memory"))
 
     async def step(self, step: pb.Step, _payload: torch.Tensor, on_done: Callable[[], None]) -> bool:
         await self.gate.wait()
@@ -79,10 +102,11 @@ class FakeSession:
 
 
 class Story:
-    """A server that has one session, under the key ``KEY``; ``sent``: what it has answered."""
+    """A server that has sessions under the keys ``KEY`` and ``OTHER_KEY``; ``sent``: what it has answered."""
 
     def __init__(self) -> None:
         self.session: Any = FakeSession()
+        self.other: Any = FakeSession()
         self.arrivals = Arrivals()
         self.sent: list[pb.TakenStep] = []
         self.num_admissions = 100  # messages for which the caller is a member
@@ -93,9 +117,9 @@ class Story:
             raise AccessDenied("the membership was revoked")
 
     def find(self, key: bytes) -> Any:
-        if key != KEY:
+        if key not in (KEY, OTHER_KEY):
             raise SessionLost("no such session")
-        return self.session
+        return self.session if key == KEY else self.other
 
     async def push(self, *messages: Any) -> None:
         """All of a stream of another server's, to its end."""
@@ -218,7 +242,7 @@ async def test_a_step_that_fails_because_its_session_was_closed_is_not_refused()
     assert server.arrivals.used_bytes == 0
 
 
-async def test_a_stream_ends_though_its_client_cannot_be_told_why_a_step_failed(
+async def test_a_stream_ends_though_its_client_cannot_be_told_of_a_failed_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Story()
@@ -229,6 +253,33 @@ async def test_a_stream_ends_though_its_client_cannot_be_told_why_a_step_failed(
     monkeypatch.setattr(server.session, "refuse", broken)
     await server.push(pushed((KEY, FATAL)), pushed((KEY, 2)))
     assert [(step.number, step.lost) for step in server.sent] == [(FATAL, True), (2, False)]
+
+
+async def test_steps_of_one_message_are_computed_together_and_each_session_s_in_order() -> None:
+    """Also if the first of them needs a task, and the second would not."""
+    server = Story()
+    await server.push(pushed((KEY, 1), (OTHER_KEY, 1), (KEY, 2)), pushed((KEY, 3), (OTHER_KEY, 2)))
+    assert server.session.taken == [1, 2, 3] and server.other.taken == [1, 2]
+    server.session.gate.clear()
+    pushing = asyncio.ensure_future(server.push(pushed((KEY, 4), (OTHER_KEY, 3), (KEY, 5))))
+    while server.other.taken != [1, 2, 3]:
+        await asyncio.sleep(0)
+    server.session.gate.set()
+    await pushing
+    assert server.session.taken == [1, 2, 3, 4, 5]
+    assert server.arrivals.used_bytes == 0
+
+
+async def test_steps_that_cannot_be_submitted_are_computed_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Story()
+
+    def broken(*_arguments: object, **_named: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(FakeScheduler, "start_next", broken)
+    await server.push(pushed((KEY, 1), (OTHER_KEY, 1)))
+    assert server.session.taken == server.other.taken == [1]
+    assert server.arrivals.used_bytes == 0
 
 
 async def test_few_steps_of_a_session_may_be_under_way() -> None:
@@ -243,7 +294,7 @@ async def test_few_steps_of_a_session_may_be_under_way() -> None:
     assert len(server.session.taken) == 4
 
 
-async def test_a_large_step_and_more_than_a_client_may_have_are_lost_to_it_alone(
+async def test_large_steps_and_more_than_a_client_may_have_are_lost_to_it_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = Story()

@@ -16,6 +16,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import encode
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE, WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
+from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
 from swarm_server.sessions.sessions import HostedSession, Reply
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
@@ -50,8 +51,12 @@ class Story:
     async def begun(self, hosted: HostedSession, request: pb.Step) -> bool | BaseException:
         """Return the result of a step that begins without a task."""
         done: asyncio.Future[bool | BaseException] = asyncio.get_running_loop().create_future()
-        assert hosted.is_idle and hosted.begin(request, hosted.start(request).tensor(), done.set_result)
-        assert not hosted.is_idle and not hosted.begin(request, hosted.start(request).tensor(), done.set_result)
+        group = StepGroup(lambda _steps, result: done.set_result(result))
+        step = BundledStep(hosted, request, Arrivals(), request.ByteSize(), print)
+        assert hosted.is_idle and group.begin(step)
+        assert not hosted.is_idle and not group.begin(step)
+        if group.submit():
+            return MemoryError()
         return await done
 
     async def open(
@@ -64,7 +69,7 @@ class Story:
         request = pb.Open(contract=contract, session_key=key, batch_size=1, reserve_tokens=reserve_tokens)
         request.user, request.is_background = user, is_background
         request.num_copies, request.copy_tokens = copies
-        return await self.host.open(request, CLIENT, Reply(self.reply, lambda: self.has_bundle, self.put_reply))
+        return await self.host.open(request, CLIENT, Reply(self.reply, self.put_reply))
 
     @property
     def answers(self) -> list[tuple[str, int]]:
@@ -129,12 +134,15 @@ async def test_a_step_whose_output_cannot_be_bundled_ends_like_any_other(monkeyp
     def broken(_reply: pb.KeyedReply) -> bool:
         raise MemoryError
 
-    monkeypatch.setattr(hosted, "_reply", Reply(story.reply, lambda: True, broken))
+    monkeypatch.setattr(hosted, "_reply", Reply(story.reply, broken))
     assert await story.begun(hosted, step(1, 0, 4.0)) is True
     assert hosted.is_idle and story.answers == [("output", 1)]
 
 
-async def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("values", [(4.0,), (4.0, 5.0)])
+async def test_an_error_before_a_step_has_begun_leaves_the_session_idle(
+    monkeypatch: pytest.MonkeyPatch, values: tuple[float, ...]
+) -> None:
     story = Story()
     hosted = await story.open(4)
 
@@ -142,10 +150,9 @@ async def test_an_error_before_a_step_has_begun_leaves_the_session_idle(monkeypa
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(hosted._services.scheduler, "start", broken)
-        with pytest.raises(MemoryError):
-            await story.begun(hosted, step(1, 0, 4.0))
-    assert await story.begun(hosted, step(1, 0, 4.0)) is True
+        patch.setattr(hosted.scheduler, "start", broken)
+        assert isinstance(await story.begun(hosted, step(1, 0, *values)), MemoryError)
+    assert await story.begun(hosted, step(1, 0, *values)) is True
 
 
 @pytest.mark.parametrize(
@@ -157,8 +164,7 @@ async def test_a_step_that_is_not_simply_computed_needs_a_task(message: pb.Step)
     story = Story()
     hosted = await story.open(4)
     await story.begun(hosted, step(1, 0, 4.0))
-    payload = torch.full((1, max(1, len(message.hidden.data) // 4), 1), 4.0)
-    assert not hosted.begin(message, payload, print)
+    assert hosted.begin(message, ()) is None
     assert hosted.is_idle and hosted.number == 1
 
 

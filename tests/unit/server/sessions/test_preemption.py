@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 
 import pytest
@@ -95,6 +95,10 @@ async def test_one_preemption_at_a_time() -> None:
     assert not claims[2].is_preempted
 
 
+def story_on_a_clock(story: Callable[[], Coroutine]) -> None:
+    run_virtually(story())
+
+
 async def now_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -112,46 +116,52 @@ async def test_who_has_more_than_a_share_counts_as_younger() -> None:
     assert await growing == 40
 
 
-@pytest.mark.run_by(function=run_virtually)
-async def test_a_promise_that_is_not_used_is_for_those_who_wait() -> None:
-    room = Room()
-    promised = [await room.enter(0.0, 10) for _ in range(10)]
-    shrunk: list[Claim] = []
-    for claim in promised:
-        claim.on_shrunk = partial(shrunk.append, claim)
-    await room.enter(-1e9, 30, BERT, wait_s=60.0)
-    assert 1.5 <= await now_s() < 2.0
-    assert len(shrunk) == 3 and not any(claim.is_preempted for claim in promised)
-    with pytest.raises(NoRoom):  # what it does about it is the client's affair
-        await room.grow(shrunk[0], 10)
+def test_a_promise_that_is_not_used_is_for_those_who_wait() -> None:
+    async def story() -> None:
+        room = Room()
+        promised = [await room.enter(0.0, 10) for _ in range(10)]
+        shrunk: list[Claim] = []
+        for claim in promised:
+            claim.on_shrunk = partial(shrunk.append, claim)
+        await room.enter(-1e9, 30, BERT, wait_s=60.0)
+        assert 1.5 <= await now_s() < 2.0
+        assert len(shrunk) == 3 and not any(claim.is_preempted for claim in promised)
+        with pytest.raises(NoRoom):  # what it does about it is the client's affair
+            await room.grow(shrunk[0], 10)
+
+    story_on_a_clock(story)
 
 
-@pytest.mark.run_by(function=run_virtually)
-async def test_promises_are_kept_while_nobody_else_waits() -> None:
-    room = Room()
-    promised = await room.enter(0.0, 100)
-    with pytest.raises(NoRoom):
-        await room.enter(0.0, 10, wait_s=60.0)  # its own client's
-    assert promised.lease.charged == 100
+def test_promises_are_kept_while_nobody_else_waits() -> None:
+    async def story() -> None:
+        room = Room()
+        promised = await room.enter(0.0, 100)
+        with pytest.raises(NoRoom):
+            await room.enter(0.0, 10, wait_s=60.0)  # its own client's
+        assert promised.lease.charged == 100
+
+    story_on_a_clock(story)
 
 
-@pytest.mark.run_by(function=run_virtually)
-async def test_room_that_is_used_goes_to_others_when_they_have_waited() -> None:
-    room, memory = Room(), [Memory() for _ in range(10)]
-    claims = [await room.enter(float(number), 10) for number in range(10)]
-    for claim, owner in zip(claims, memory, strict=True):
-        claim.begin()
-        claim.lease.take(10, owner)
-        claim.end(lambda: 10)
-    waiting = asyncio.ensure_future(room.enter(99.0, 20, BERT, wait_s=60.0))
-    await asyncio.sleep(9.0)
-    assert not any(claim.is_preempted for claim in claims)
-    await asyncio.sleep(2.0)
-    assert [claim.is_preempted for claim in claims] == [False] * 8 + [True] * 2
-    for claim in claims[8:]:
-        room.leave(claim)
-    memory.clear()
-    await waiting
+def test_room_that_is_used_goes_to_others_when_they_have_waited() -> None:
+    async def story() -> None:
+        room, memory = Room(), [Memory() for _ in range(10)]
+        claims = [await room.enter(float(number), 10) for number in range(10)]
+        for claim, owner in zip(claims, memory, strict=True):
+            claim.begin()
+            claim.lease.take(10, owner)
+            claim.end(lambda: 10, await now_s())
+        waiting = asyncio.ensure_future(room.enter(99.0, 20, BERT, wait_s=60.0))
+        await asyncio.sleep(9.0)
+        assert not any(claim.is_preempted for claim in claims)
+        await asyncio.sleep(2.0)
+        assert [claim.is_preempted for claim in claims] == [False] * 8 + [True] * 2
+        for claim in claims[8:]:
+            room.leave(claim)
+        memory.clear()
+        await waiting
+
+    story_on_a_clock(story)
 
 
 class Memory:
