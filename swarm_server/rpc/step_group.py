@@ -97,11 +97,14 @@ class StepGroup:
         time_s = now_s()
         ended = []
         for number, step in enumerate(steps):
-            if step.hosted.end(step.request, outputs, number, time_s):
-                ended.append(step)
-            else:
-                output = outputs if isinstance(outputs, Exception) else outputs.of(number)
-                step.hosted.end_later(step.request, output, partial(self._on_end, [step]))
+            try:
+                if step.hosted.end(step.request, outputs, number, time_s):
+                    ended.append(step)
+                else:
+                    output = outputs if isinstance(outputs, Exception) else outputs.of(number)
+                    step.hosted.end_later(step.request, output, partial(self._on_end, [step]))
+            except Exception as error:  # the other steps end as they would without this one
+                self._on_end([step], error)
         if ended:
             self._on_end(ended, True)
 

@@ -30,6 +30,7 @@ CLIENT = Caller("client")
 KEY, OTHER_KEY = bytes(16), bytes(15) + b"2"
 FATAL = 66  # the step that cannot be computed
 BROKEN = 67  # the step that cannot even begin
+UNSENT = 68  # the step whose output cannot be sent
 
 
 class FakeScheduler:
@@ -80,6 +81,8 @@ class FakeSession:
 
     def end(self, step: pb.Step, _outputs: object, _number: int, _time_s: float) -> bool:
         self.turn.release()
+        if step.number == UNSENT:
+            raise MemoryError
         if step.number != FATAL:
             self.taken.append(step.number)
         return step.number != FATAL
@@ -220,15 +223,21 @@ async def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> Non
         (pushed((KEY, 1), hidden=CUT), "is incomplete"),
         (pushed((KEY, FATAL)), "the server failed"),
         (pushed((KEY, BROKEN)), "the server failed"),
+        (pushed((KEY, UNSENT)), "the server failed"),
     ],
-    ids=["far-ahead", "cut-off", "failed", "not-begun"],
+    ids=["far-ahead", "cut-off", "failed", "not-begun", "not-sent"],
 )
 async def test_what_cannot_be_a_step_is_refused_to_its_client_alone(message: pb.PushBundle, reason: str) -> None:
     server = Story()
-    await server.push(message, pushed((KEY, 2)))
+    both = pb.PushBundle(steps=[*message.steps, *pushed((OTHER_KEY, 1)).steps])
+    await server.push(both, pushed((KEY, 2)))
     ((_, why),) = server.session.refused
-    assert reason in why and server.session.taken == [2]
-    assert [step.lost for step in server.sent] == [True, False]
+    assert reason in why and server.session.taken == [2] and server.other.taken == [1]
+    assert sorted((step.push_key, step.lost) for step in server.sent) == [
+        (KEY, False),
+        (KEY, True),
+        (OTHER_KEY, False),
+    ]
     assert server.arrivals.used_bytes == 0
 
 
@@ -242,9 +251,7 @@ async def test_a_step_that_fails_because_its_session_was_closed_is_not_refused()
     assert server.arrivals.used_bytes == 0
 
 
-async def test_a_stream_ends_though_its_client_cannot_be_told_of_a_failed_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_stream_ends_though_its_client_cannot_be_told_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Story()
 
     async def broken(_number: int, _error: Exception) -> None:
