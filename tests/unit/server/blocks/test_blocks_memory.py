@@ -183,4 +183,5 @@ def assert_packed_as_read(path: Path, method: str) -> None:
     command = [sys.executable, "-c", PACKED_SCRIPT, path, method]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     growth_bytes, needed_bytes = map(int, result.stdout.split())
-    assert needed_bytes < growth_bytes < 1.2 * needed_bytes
+    # The system may take pages of libraries away meanwhile, which lessens the growth a little.
+    assert 0.95 * needed_bytes < growth_bytes < 1.2 * needed_bytes
