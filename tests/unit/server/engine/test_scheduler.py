@@ -203,7 +203,8 @@ class TestNextPositions:
         start_next(scheduler, ["one", "other"], received, "two")
         await asyncio.sleep(0)
         engine.gate.set()
-        await asyncio.gather(first, scheduler.step("later", step()))
+        await first
+        await until(lambda: len(received) == len(many) + 2)
         assert {"one", "other"} < set(engine.batches[1]) and len(engine.batches[1]) == MAX_POSITIONS
         assert sorted(row for rows, _ in received for row in rows) == sorted([*many, "one", "other"])
         assert all([[row] == result for (row,), result in received])
