@@ -47,7 +47,11 @@ class StoredBatch:
 
 
 class BatchStore:
-    """The files and batches of all keys. All methods may be called by any thread."""
+    """The files and batches of all keys. All methods may be called by any thread.
+
+    Attributes:
+        is_shared: whether other processes of this gateway write to the file.
+    """
 
     def __init__(self, path: Path | None, most_bytes: int = MOST_BYTES, *, locks: bool = True) -> None:
         """Open the file; None keeps all in memory. No file is taken once files and answers have ``most_bytes``.
@@ -57,6 +61,7 @@ class BatchStore:
         Raises:
             ValueError: the file cannot be used, or another process uses it, which would answer the same batches.
         """
+        self.is_shared = not locks
         self._most_bytes = most_bytes
         self._database = Database(path, _APPLICATION_ID, _TABLES, "batches")
         self._locked = path.open("rb") if locks and path is not None else None

@@ -93,7 +93,7 @@ class BatchWorker:
                 await asyncio.sleep(_RETRY_S)
             await self._begin_lines()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):  # another process may have taken a batch
+                async with asyncio.timeout(_LOOK_S if self._jobs or self.store.is_shared else None):
                     await self._news.wait()
 
     async def _look(self) -> None:
