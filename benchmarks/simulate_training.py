@@ -20,6 +20,7 @@ from common import json_row
 from metrics import Metrics
 from rich.console import Console
 from rich.table import Table
+from routing_policies import ROUTERS
 from training_policies import (
     PeerLife,
     RandomStage,
@@ -34,7 +35,6 @@ from virtual_swarm import VirtualSwarm
 
 from swarm_protocol.span import Span
 from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, choose_stage
-from swarm_training.stages.routing.router import QUEUE_ONLY, RANDOM, READY_TIME, SHORTEST_DELAY, WEIGHTED
 
 _FLEETS = Scenario(
     *(100, 8, 1, 1),
@@ -52,13 +52,6 @@ QUICK = {100: 4.0}  # hours
 TARGET, SWARM_WITHOUT = 0.958, 0.827
 STEP_S = 60.0  # for the note on what is lost with a peer
 TRAINERS, TRAINERS_IN_STEPS, PER_STEP = (1, 8, 32), (1, 8), 4  # micro-batches of a step for each peer
-ROUTING_NAMES = {
-    SHORTEST_DELAY: "shortest delay",
-    WEIGHTED: "weighted round robin",
-    READY_TIME: "expected ready time",
-    QUEUE_ONLY: "shortest queue",
-    RANDOM: "random",
-}
 
 
 def simulate(scenario: Scenario, seed: int, num_checks: int) -> tuple[dict[str, Metrics], list[float]]:
@@ -182,10 +175,10 @@ def print_routing(console: Console, shares: dict[str, dict[str, float]]) -> None
         f"the next {PER_STEP} per peer begin when the last are computed",
         title_justify="left",
     )
-    for column in ("", *ROUTING_NAMES.values()):
+    for column in ("", *ROUTERS):
         table.add_column(column, justify="right")
     for name, by_policy in shares.items():
-        table.add_row(name, *(f"{by_policy[policy]:.1%}" for policy in ROUTING_NAMES))
+        table.add_row(name, *(f"{by_policy[policy]:.1%}" for policy in ROUTERS))
     console.print(table)
     console.print()
 
@@ -208,7 +201,7 @@ def json_rows(size: int, by_policy: dict[str, Metrics]) -> list[dict[str, Any]]:
 
 def routing_rows(size: int, shares: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     return [
-        json_row(f"{size} peers, {name}, {ROUTING_NAMES[policy]}: share of the slowest stage", share)
+        json_row(f"{size} peers, {name}, {policy}: share of the slowest stage", share)
         for name, by_policy in shares.items()
         for policy, share in by_policy.items()
     ]

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from swarm_training.stages.routing.router import POLICIES, Router
+from routing_policies import ROUTERS
+
+from swarm_training.stages.routing.router import Router
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES, ComputeSpeed
 from swarm_training.stages.routing.turns import window
 
@@ -60,7 +62,7 @@ class _Trip:
 class Traffic:
     """One crew under one policy of routing."""
 
-    def __init__(self, crew: Crew, policy: str, seed: int, batch: int | None = None) -> None:
+    def __init__(self, crew: Crew, policy: type[Router], seed: int, batch: int | None = None) -> None:
         """``batch``: micro-batches that must all be computed before the next step begins; None: there are no steps."""
         self._crew, self._chance = crew, random.Random(seed)
         self._now, self._numbers, self.num_done = 0.0, count(), 0
@@ -74,7 +76,7 @@ class Traffic:
         }
         self._queues: dict[str, deque[_Request]] = {name: deque() for name in self._speeds}
         self._measured = {name: ComputeSpeed() for name in self._speeds}
-        self._routers = [Router(policy, self._chance.random) for _ in range(crew.num_trainers)]
+        self._routers = [policy(self._chance.random) for _ in range(crew.num_trainers)]
         self._announce()
         each = window(len(self._speeds), crew.num_trainers, PER_PEER, most=100_000)
         for trainer in range(crew.num_trainers):
@@ -155,4 +157,4 @@ class Traffic:
 
 def reached(crew: Crew, seed: int, batch: int | None = None) -> dict[str, float]:
     """The share of each policy."""
-    return {policy: Traffic(crew, policy, seed, batch).run() for policy in POLICIES}
+    return {name: Traffic(crew, policy, seed, batch).run() for name, policy in ROUTERS.items()}

@@ -13,7 +13,6 @@ from swarm_training.commands.flags import add_export_flags, add_joining_flags, a
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.front import Command, export, hold, require_ports, train
-from swarm_training.stages.routing.router import POLICIES, SHORTEST_DELAY
 
 _PROG = "python -m swarm_training.stages"
 
@@ -48,7 +47,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     trainer = command("trainer", _trainer, "take data through the stages, until Ctrl-C")
     trainer.add_argument("--steps", type=int, metavar="N", help="last step of the run; else that of the schedule")
-    trainer.add_argument("--routing", default=SHORTEST_DELAY, choices=POLICIES, help="how a stage's peer is chosen")
 
     exporting = command("export", _export, "write the run as a checkpoint that transformers loads")
     exporting.add_argument("directory", type=Path, metavar="DIR")
@@ -87,7 +85,7 @@ def _trainer(args: argparse.Namespace) -> Command:
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps is {args.steps}: expected at least 1")
     _require_initial_peers(args)
-    return train(file, joining(args, file, "TRAINER", locks=True), routing=args.routing, end=args.steps)
+    return train(file, joining(args, file, "TRAINER", locks=True), end=args.steps)
 
 
 def _export(args: argparse.Namespace) -> Command:

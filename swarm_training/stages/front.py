@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm_training.commands.staged import StagesBackend
-from swarm_training.stages.routing.router import SHORTEST_DELAY
 
 if TYPE_CHECKING:
     from swarm_training.contract.backend import Joining
@@ -135,14 +134,8 @@ def _until_stopped(hold: Command) -> Command:
     return run
 
 
-def train(
-    file: RunFile,
-    who: Joining,
-    reports: Sequence[OpenReporter] = (),
-    routing: str = SHORTEST_DELAY,
-    end: int | None = None,
-) -> Command:
-    """Return the command that takes data through the stages; ``routing``, ``end``: see ``train_run``."""
+def train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = (), end: int | None = None) -> Command:
+    """Return the command that takes data through the stages; ``end``: see ``train_run``."""
     from swarm_training.stages.commands.building import require_stages
     from swarm_training.stages.commands.running import carry_out
 
@@ -152,7 +145,7 @@ def train(
         from swarm_training.stages.commands.training import train_run
 
         with _opened(reports, file) as opened:
-            carry_out(lambda: train_run(file, who, routing, end, say, opened))
+            carry_out(lambda: train_run(file, who, end, say, opened))
 
     return run
 

@@ -151,7 +151,7 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
         async with asyncio.timeout(LIMIT_S), serving(file, 0) as address, serving(file, 1, address):
             who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
             said: list[str] = []
-            await train_run(file, who, "shortest_delay", steps, said.append)
+            await train_run(file, who, steps, said.append)
             assert [line.split(":")[0] for line in said] == [f"step {step + 1}" for step in range(steps)]
             assert all("4 of 4 micro-batches" in line for line in said)
             view = await asyncio.to_thread(watched, file, replace(who, identity=Identity.generate()), steps)

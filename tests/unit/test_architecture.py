@@ -182,7 +182,6 @@ POLICIES = [
     "swarm_training/stages/routing/router.py",
     "swarm_training/stages/routing/speed.py",
     "swarm_training/stages/routing/turns.py",
-    "swarm_training/stages/routing/weighted.py",
     "swarm_training/averaging/chunks.py",
     "swarm_training/averaging/grid.py",
     "swarm_training/averaging/repair.py",

@@ -202,7 +202,7 @@ def loss_scale(file: RunFile) -> float:
     return loss_scale_of(file.stages.micro_batch_size, file.data.block_length)
 
 
-def trainer_config(file: RunFile, routing: str) -> TrainerConfig:
+def trainer_config(file: RunFile) -> TrainerConfig:
     forms = WireForms(file.stages.activations, file.stages.gradients)
     share, precision = file.stages.audit_share, file.stages.precision
-    return replace(TrainerConfig(), forms=forms, routing=routing, audit_share=share, precision=precision)
+    return TrainerConfig(forms=forms, audit_share=share, precision=precision)

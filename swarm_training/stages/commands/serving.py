@@ -56,7 +56,6 @@ from swarm_training.stages.peer.presence import StageOfRun, StagePresence
 from swarm_training.stages.peer.shared import spans_of
 from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from swarm_training.stages.routing.router import SHORTEST_DELAY
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
@@ -238,7 +237,7 @@ class _Serving:
         """Add what trainers and their audits ask for. ``services``: those that are to be closed."""
         file, run, access = self.file, self.place.run, self.member.access
         hosted, answers = HostedStage(built.stage, peer, built.sums), AnswerLog() if file.stages.audit_share else None
-        config, scale = trainer_config(file, SHORTEST_DELAY), loss_scale(file)  # as trainers with the usual routing
+        config, scale = trainer_config(file), loss_scale(file)
         recomputing = Recomputing(run, hosted, lambda: peer.watch.view().stages, network, config, scale)
         if built.stage.is_last and self.held_out is not None:
             rows = file.stages.micro_batch_size

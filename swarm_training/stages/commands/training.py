@@ -17,9 +17,7 @@ from swarm_training.stages.trainer.trainer import StepReport
 Say = Callable[[str], object]
 
 
-async def train_run(
-    file: RunFile, who: Joining, routing: str, end: int | None, say: Say, reports: StepReports | None = None
-) -> None:
+async def train_run(file: RunFile, who: Joining, end: int | None, say: Say, reports: StepReports | None = None) -> None:
     """Train until the run has taken ``end`` steps, or all of its schedule, or until cancelled. ``reports``: where the
     numbers of each step go; None: nowhere.
 
@@ -28,7 +26,7 @@ async def train_run(
     require_stages(file)
     data = await asyncio.to_thread(build_micro_batches, file)
     steps = end or file.optimizer.total_steps or None
-    config = trainer_config(file, routing)
+    config = trainer_config(file)
     has_told = False
 
     def tell(report: StepReport) -> None:

@@ -1,10 +1,7 @@
 """The choice of the peer of a stage that is asked next. It decides from data alone.
 
-The default policy asks the peer with the least delay by announced speeds, if all trainers do the same (``Backlogs``).
-The other policies are there to be compared. ``weighted_round_robin`` is SWARM's Algorithm 1, which does not see that a
-peer is idle. ``ready_time`` takes the peer that would be ready first by this trainer's own measurements; one of many
-trainers then mistakes the requests of others for slow peers. ``queue_only`` takes the shortest queue of this trainer's
-requests, and ``random`` takes any peer.
+A trainer asks the peer with the least delay by announced speeds, if all trainers do the same (``Backlogs``). The
+benchmark of routing compares this with other policies (``benchmarks/routing_policies.py``).
 """
 
 from __future__ import annotations
@@ -16,10 +13,7 @@ from dataclasses import dataclass, field
 from swarm_protocol.backoff import Backoff
 from swarm_training.stages.routing.backlogs import Backlogs
 from swarm_training.stages.routing.speed import SHARES, believed
-from swarm_training.stages.routing.weighted import WeightedRoundRobin
 
-POLICIES = ("shortest_delay", "weighted_round_robin", "ready_time", "queue_only", "random")
-SHORTEST_DELAY, WEIGHTED, READY_TIME, QUEUE_ONLY, RANDOM = POLICIES
 _SMOOTHING = 0.2  # the weight of a new measurement in the moving average
 _UNKNOWN_S = 0.01  # as long as no peer has been measured, which is soon over
 _KEPT_FIRST = 1.0  # micro-batches of extra delay for a kept graph: while no peer is idle, it saves work for all
@@ -77,21 +71,14 @@ class _Peer:
 class Router:
     """A trainer's choice of peers. Requests are of kinds, such as forward; a peer answers one request at a time."""
 
-    def __init__(self, policy: str, draw: Callable[[], float], backoff: RouterBackoff | None = None) -> None:
-        """Start without knowledge. ``draw``: returns a number, uniform in [0, 1), for random choices and ties.
-
-        Raises:
-            ValueError: there is no such policy.
-        """
-        if policy not in POLICIES:
-            raise ValueError(f"routing is {policy!r}: expected one of {', '.join(POLICIES)}")
-        self._policy = policy
+    def __init__(self, draw: Callable[[], float], backoff: RouterBackoff | None = None) -> None:
+        """Start without knowledge. ``draw``: returns a number, uniform in [0, 1), for random choices and ties."""
         self._draw = draw
         self._backoff = backoff or RouterBackoff()
         self._peers: dict[str, _Peer] = {}
         self._announced: Mapping[str, float] = {}
         self._num_trainers = 1
-        self._weighted, self._backlogs = WeightedRoundRobin(draw), Backlogs(draw)
+        self._backlogs = Backlogs(draw)
 
     def hear(self, announced: Mapping[str, float], num_trainers: int) -> None:
         """Take over the micro-batches per second that peers announce (0: unknown), and how many trainers there are."""
@@ -99,26 +86,17 @@ class Router:
 
     def choose(self, candidates: Collection[str], kind: str, now: float, kept_by: str | None = None) -> str | None:
         """Return the peer to ask; None if all are to be left alone for a while, see ``wait_s``. ``kept_by``: the peer
-        that has computed a part of this. The default policy asks it unless it has a micro-batch more to do than
-        another."""
+        that has computed a part of this. It is asked unless it has a micro-batch more to do than another."""
         willing = sorted(peer for peer in candidates if self._peer(peer).not_before_s <= now)
-        if not willing:
-            return None
+        return self.best(willing, candidates, kind, now, kept_by) if willing else None
+
+    def best(self, willing: list[str], candidates: Collection[str], kind: str, now: float, kept_by: str | None) -> str:
+        """Return the peer to ask of those that are not left alone, in which policies differ."""
         speeds, share = believed(self._announced, candidates), SHARES.get(kind, 1.0)
-        if self._policy == SHORTEST_DELAY:
-            delays_s = {peer: self._delay_s(peer, speeds[peer], share, now) for peer in willing}
-            if kept_by in delays_s:
-                delays_s[kept_by] -= _KEPT_FIRST / speeds[kept_by]
-            return min(delays_s, key=delays_s.__getitem__)
-        if self._policy == WEIGHTED:
-            return self._weighted.choose(willing, speeds, share)
-        if self._policy == RANDOM:
-            return willing[int(self._draw() * len(willing))]
-        if self._policy == QUEUE_ONLY:
-            least = min(self._peer(peer).waiting.total() for peer in willing)
-            shortest = [peer for peer in willing if self._peer(peer).waiting.total() == least]
-            return shortest[int(self._draw() * len(shortest))]
-        return min(willing, key=lambda peer: self.ready_s(peer, willing, kind, now))
+        delays_s = {peer: self._delay_s(peer, speeds[peer], share, now) for peer in willing}
+        if kept_by in delays_s:
+            delays_s[kept_by] -= _KEPT_FIRST / speeds[kept_by]
+        return min(delays_s, key=delays_s.__getitem__)
 
     def _delay_s(self, peer_id: str, speed: float, share: float, now: float) -> float:
         waiting = sum(SHARES.get(kind, 1.0) * number for kind, number in self._peer(peer_id).waiting.items())
@@ -148,7 +126,6 @@ class Router:
         """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
         self._peer(peer_id).asked(kind, self.ready_s(peer_id, candidates, kind, now))
         speed, share = believed(self._announced, candidates)[peer_id], SHARES.get(kind, 1.0)
-        self._weighted.asked(peer_id, speed, share)
         self._backlogs.asked(peer_id, speed, share, self._num_trainers, now)
 
     def answered(self, peer_id: str, kind: str, asked_s: float, now: float) -> None:
@@ -174,7 +151,6 @@ class Router:
         gone = [peer for peer, known in self._peers.items() if peer not in peer_ids and not known.waiting.total()]
         for peer in gone:
             del self._peers[peer]
-            self._weighted.forget(peer)
             self._backlogs.forget(peer)
 
     def _peer(self, peer_id: str) -> _Peer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarm_protocol.wire.constants import MIB
-from swarm_training.stages.routing.router import SHORTEST_DELAY, RouterBackoff
+from swarm_training.stages.routing.router import RouterBackoff
 from swarm_training.stages.rpc.client import WireForms
 
 
@@ -14,7 +14,6 @@ class TrainerConfig:
     """The settings of a trainer's way through the stages.
 
     Attributes:
-        routing: the policy that chooses a stage's peer, see ``Router``.
         forms: the forms in which tensors travel.
         per_peer: the micro-batches under way for each peer of the swarm, of all trainers together.
         max_under_way: the most micro-batches under way of this trainer, however many peers there are.
@@ -29,7 +28,6 @@ class TrainerConfig:
         precision: the precision in which peers compute, by which answers of two of them may differ.
     """
 
-    routing: str = SHORTEST_DELAY
     forms: WireForms = field(default_factory=WireForms)
     backoff: RouterBackoff = field(default_factory=RouterBackoff)
     per_peer: float = 2.0

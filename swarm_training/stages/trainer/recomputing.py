@@ -48,7 +48,7 @@ class Recomputing:
         """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
         self._client = StagesClient(network, run, config.forms)
-        router = Router(config.routing, random.random, config.backoff)
+        router = Router(random.random, config.backoff)
         self._asking = PeerCaller(look, router, config, run, self._client)
 
     async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:

@@ -110,7 +110,7 @@ class Trainer:
         self._own_id, self._run, self._data, self._config = own_id, watch.run, data, config
         self._look, self._trainers = watch.look, watch.trainers
         self._on_step = on_step
-        self._router = Router(config.routing, (rng or random.Random()).random, config.backoff)
+        self._router = Router((rng or random.Random()).random, config.backoff)
         self._client = StagesClient(network, watch.run, config.forms)
         self._stages: Stages = ()
         self._asking = self._asker(lambda: self._stages)

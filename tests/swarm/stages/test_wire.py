@@ -29,7 +29,7 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     async def scenario() -> None:
         member = RunMembership(Identity.generate(), peers.addresses)
         async with asyncio.timeout(LIMIT_S):
-            config = trainer_config(file, "shortest_delay")
+            config = trainer_config(file)
             await train(file.run.name, file.stages.count, member, data, config, reports.append, steps)
 
     asyncio.run(scenario())

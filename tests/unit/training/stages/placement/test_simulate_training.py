@@ -14,12 +14,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
 
 from metrics import Metrics
+from routing_policies import ROUTERS, RandomRouter, WeightedRoundRobin, WeightedRouter
 from simulate_training import SCENARIOS, crew_of, hours_of, lost_share, peer_lives, simulate
 from training_policies import assigned, most_of_all_assignments
 from training_routes import Crew, Traffic
 
 from swarm_server.placement.capacity import Coverage
-from swarm_training.stages.routing.router import QUEUE_ONLY, RANDOM, READY_TIME, SHORTEST_DELAY, WEIGHTED
+from swarm_training.stages.routing.router import Router
+from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
 
 SMALL = replace(SCENARIOS[100], num_servers=24, num_blocks=4, zones=2, hours=2, burst_every_h=0.2)
 
@@ -69,21 +71,35 @@ def test_one_trainer_reaches_what_equal_peers_can_compute() -> None:
     """Four micro-batches under way for each two peers in turn: all are busy, but for latency and jitter."""
     crew = Crew(((1.0, 1.0),) * 2, num_trainers=1)
     assert crew.carried == 2.0
-    for policy in (SHORTEST_DELAY, READY_TIME, QUEUE_ONLY, WEIGHTED):
-        assert 0.85 < Traffic(crew, policy, seed=1).run() < 1.02, policy
+    for name, policy in ROUTERS.items():
+        assert (0.85 if policy is not RandomRouter else 0.5) < Traffic(crew, policy, seed=1).run() < 1.02, name
 
 
 def test_a_step_waits_for_its_last_micro_batch() -> None:
     """One micro-batch at a time: two passes, and four ways through the network; a second peer has nothing to do."""
     for peers, batch, expected in (((1.0,), 1, 1 / 1.08), ((1.0, 1.0), 1, 0.5 / 1.08)):
-        reached = Traffic(Crew((peers,), num_trainers=1), SHORTEST_DELAY, seed=1, batch=batch).run()
+        reached = Traffic(Crew((peers,), num_trainers=1), Router, seed=1, batch=batch).run()
         assert reached == pytest.approx(expected, rel=0.03)
 
 
 def test_random_routing_is_held_up_by_a_slow_peer_and_announced_speeds_are_not() -> None:
     crew = Crew(((1.0, 1.0, 1.0, 0.1),) * 2, num_trainers=2)
-    for policy in (SHORTEST_DELAY, WEIGHTED):
-        assert Traffic(crew, RANDOM, seed=1).run() < 0.5 < 0.7 < Traffic(crew, policy, seed=1).run()
+    for policy in (Router, WeightedRouter):
+        assert Traffic(crew, RandomRouter, seed=1).run() < 0.5 < 0.7 < Traffic(crew, policy, seed=1).run()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_a_weighted_round_robin_nobody_is_ever_a_micro_batch_away_from_its_share(seed: int) -> None:
+    rng = random.Random(seed)
+    speeds = {peer: rng.lognormvariate(0, 1) for peer in "abcdefg"[: rng.randint(1, 7)]}
+    routing, work, total = WeightedRoundRobin(rng.random), dict.fromkeys(speeds, 0.0), sum(speeds.values())
+    for _ in range(300):
+        share = SHARES[rng.choice((FORWARD, BACKWARD))]
+        peer = routing.choose(list(speeds), speeds, share)
+        routing.asked(peer, speeds[peer], share)
+        work[peer] += share
+        for peer, speed in speeds.items():
+            assert abs(work[peer] - sum(work.values()) * speed / total) <= 1 + speed / total * len(speeds)
 
 
 def test_a_crew_is_balanced() -> None:
