@@ -33,31 +33,14 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     """Start the run if there are no initial peers, else join it. Raises what ``TrainingRun`` raises."""
     from swarm_protocol.access.access_control import AccessControl
     from swarm_protocol.process.scratch import scratch_directory
-    from swarm_training import RunOptions, TrainingConfig, TrainingRun
+    from swarm_training import RunOptions, TrainingRun
     from swarm_training.compression.building import build_compressor, build_encoder
-    from swarm_training.core.config import checkpoints_needed
 
-    averaging = who.averaging
-    config = TrainingConfig(
-        codec=averaging.codec,
-        aggregation=averaging.aggregation,
-        delay=averaging.delay,
-        max_samples=averaging.max_samples,
-        max_norm=who.max_norm,
-        average_decay=who.average_decay,
-        restart_wait_s=who.restart_wait_s,
-        ledger=who.ledger,
-    )
-    if straggler_s := averaging.straggler_s or (_SLOW_ROUND_S if who.local is not None else 0.0):
-        config = dataclasses.replace(config, straggler_s=straggler_s)
-    if who.checkpoint_every:
-        config = dataclasses.replace(
-            config,
-            checkpoint_every=who.checkpoint_every,
-            checkpoints_kept=checkpoints_needed(who.checkpoint_every, who.rollback),
-            checkpoint_directory=scratch_directory(),
-            rollback=who.rollback,
-        )
+    config = who.config
+    if who.local is not None and not who.averaging.straggler_s:
+        config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)
+    if config.checkpoint_every:
+        config = dataclasses.replace(config, checkpoint_directory=scratch_directory())
     options = RunOptions(
         identity=who.identity,
         compressor=build_compressor(who.averaging, [parameter.shape for parameter in parameters], who.run),

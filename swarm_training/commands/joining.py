@@ -387,7 +387,8 @@ def take_part(trained: TrainingSetup, who: Joining, open_run: OpenRun, stopping:
     settings = trained.file.run
     if settings.checkpoints:
         CheckpointDirectory(Path(settings.checkpoints), settings.keep).require_of(settings.name)
-        who = replace(who, ledger=str(Path(settings.checkpoints) / f"{settings.name}.ledger"))
+        ledger = str(Path(settings.checkpoints) / f"{settings.name}.ledger")
+        who = replace(who, config=replace(who.config, ledger=ledger))
         who = replace(who, resumed_at=resume(trained, say, is_founder=not who.initial_peers))
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
     who = replace(who, local=trained.local, evaluation=trained.evaluation)

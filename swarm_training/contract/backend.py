@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.views import RunView
-from swarm_training.core.config import RollbackPolicy
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 
 if TYPE_CHECKING:
@@ -33,12 +33,9 @@ class Joining:
         initial_peers: multiaddrs of members; empty: this peer founds the run.
         organiser: the key whose members alone take part; None: anybody may.
         token: this peer's grant; empty without an organiser.
-        checkpoint_every: the steps between checkpoints, to go back to when ``rollback`` asks for it; 0: never.
+        averaging: the run's settings for averaging.
+        config: the settings of this peer; ``checkpoint_directory`` is chosen when the run is opened.
         resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
-        restart_wait_s: the time in which who founds a run again takes a newer checkpoint from others; 0: none is taken.
-        max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
-        average_decay: the decay of the moving average of the weights; 0: there is no such average.
-        ledger: the file that keeps who has contributed how much; None: there is none.
         local: the steps that this peer takes between two global steps; None: there are none.
         evaluation: the evaluation on held-out data; None: there is none.
     """
@@ -50,13 +47,8 @@ class Joining:
     organiser: SwarmKey | None = None
     token: bytes = field(default=b"", repr=False)
     averaging: AveragingSettings = field(default_factory=AveragingSettings)
-    checkpoint_every: int = 0
-    rollback: RollbackPolicy = field(default_factory=RollbackPolicy)
-    max_norm: float = 0.0
-    average_decay: float = 0.0
-    ledger: str | None = None
+    config: TrainingConfig = field(default_factory=TrainingConfig)
     resumed_at: Moment | None = None
-    restart_wait_s: float = 0.0
     local: LocalSteps | None = None
     evaluation: Evaluation | None = None
 
@@ -66,7 +58,7 @@ class Joining:
         from swarm_training.net.membership import RunMembership
 
         access = None if self.organiser is None else AccessControl(self.organiser)
-        return RunMembership(self.identity, self.initial_peers, access, self.token)
+        return RunMembership(self.identity, self.token, access, initial_peers=self.initial_peers)
 
 
 # All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if this peer may not take part.

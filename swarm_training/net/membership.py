@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import grpc
 
-from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.addresses import tcp_target
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.hosts import host_port, source_address
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import Certificate, ClientCredentials
 from swarm_protocol.rpc.serving import start_server
 from swarm_training.core.config import TrainingConfig
@@ -26,18 +25,14 @@ _GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
-class RunMembership:
-    """The identity with which a process enters a run, and the members through which it does.
+class RunMembership(SwarmAccess):
+    """The identity and rights with which a process enters a run, and the members through which it does.
 
     Attributes:
         initial_peers: multiaddrs of members of the run; none: the run begins here.
-        access, token: the access control of a private run, and this process's token for it.
     """
 
-    identity: Identity = field(default_factory=Identity.generate)
     initial_peers: Sequence[str] = ()
-    access: AccessControl | None = None
-    token: bytes = field(default=b"", repr=False)
 
     async def find_host(self, config: TrainingConfig) -> str:
         """Return the host to listen on, see ``listening_host``."""
@@ -72,7 +67,7 @@ class RunMembership:
 
     def orders(self, run: str) -> Orders | None:
         """Return a registry of the moderators' orders; None in a run without an organiser."""
-        return None if self.access is None else Orders(run, self.access)
+        return None if self.control is None else Orders(run, self.control)
 
 
 async def serve(

@@ -61,7 +61,9 @@ class RunOptions:
 
     def membership(self, initial_peers: Sequence[str]) -> RunMembership:
         """Return the membership with which this peer enters the run through ``initial_peers``."""
-        return RunMembership(self.identity or Identity.generate(), list(initial_peers), self.access, self.token)
+        return RunMembership(
+            self.identity or Identity.generate(), self.token, self.access, initial_peers=list(initial_peers)
+        )
 
     def completed(self, config: TrainingConfig) -> TrainingConfig:
         """Return the config with the numbers of the evaluation. Raise ValueError if the options contradict it."""

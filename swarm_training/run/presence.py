@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_protocol.access.access_control import AccessControl
-from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.ledger.archive import KeptLedger
@@ -44,7 +43,7 @@ class PeerProcess:
         compression: GradientCompression,
     ) -> PeerProcess:
         """Start the network resources and the peer. Raise the same errors as ``TrainingRun``."""
-        ledger = await asyncio.to_thread(ledger_of, config, run, target_batch_size, member.access)
+        ledger = await asyncio.to_thread(ledger_of, config, run, target_batch_size, member.control)
         host = await member.find_host(config)
         async with AsyncExitStack() as resources:
             board, network = await member.connect(run, config, resources, None if config.client_mode else host)
@@ -58,7 +57,7 @@ class PeerProcess:
             )
             peer = TrainingPeer(
                 config,
-                SwarmAccess(member.identity, member.token),
+                member,
                 own,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
@@ -67,7 +66,7 @@ class PeerProcess:
                 ledger,
             )
             if not config.client_mode:
-                service = TrainingService(peer, member.access)
+                service = TrainingService(peer, member.control)
                 peer.listens_at(*await serve(service.add_to, config, host, resources))
             if member.initial_peers:
                 await peer.find_others()

@@ -235,7 +235,7 @@ class _Serving:
         network: GrpcNetwork,
     ) -> None:
         """Add what trainers and their audits ask for. ``services``: those that are to be closed."""
-        file, run, access = self.file, self.place.run, self.member.access
+        file, run, access = self.file, self.place.run, self.member.control
         hosted, answers = HostedStage(built.stage, peer, built.sums), AnswerLog() if file.stages.audit_share else None
         config, scale = trainer_config(file), loss_scale(file)
         recomputing = Recomputing(run, hosted, lambda: peer.watch.view().stages, network, config, scale)

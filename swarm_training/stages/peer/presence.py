@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.compressor import Compressor, Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
@@ -107,7 +106,7 @@ class StagePresence:
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
         run, size = where.runs[where.index], where.num_micro_batches
-        ledger = await asyncio.to_thread(ledger_of, config, run, size, member.access)
+        ledger = await asyncio.to_thread(ledger_of, config, run, size, member.control)
         host = await member.find_host(config)
         async with AsyncExitStack() as resources:
             thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
@@ -124,7 +123,7 @@ class StagePresence:
             )
             peer = TrainingPeer(
                 config,
-                SwarmAccess(member.identity, member.token),
+                member,
                 record,
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
@@ -143,7 +142,7 @@ class StagePresence:
             stage_peer = StagePeer(own_stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
 
             def add_all(to: grpc.aio.Server) -> None:
-                TrainingService(peer, member.access).add_to(to)
+                TrainingService(peer, member.control).add_to(to)
                 add_services(to, stage_peer, network)
 
             peer.listens_at(*await serve(add_all, config, host, resources))
@@ -194,7 +193,7 @@ class WatchPresence:
             watch = RunWatch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)
             tasks = [asyncio.create_task(watch.run())]
             resources.push_async_callback(end_tasks, tasks)
-            if member.access is not None:
+            if member.control is not None:
                 tasks.append(asyncio.create_task(_follow(moderation, board.beside(runs[0], run))))
             return cls(watch, network, board, resources.pop_all())
 

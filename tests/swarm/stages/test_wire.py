@@ -27,7 +27,7 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     reports: list[StepReport] = []
 
     async def scenario() -> None:
-        member = RunMembership(Identity.generate(), peers.addresses)
+        member = RunMembership(Identity.generate(), initial_peers=peers.addresses)
         async with asyncio.timeout(LIMIT_S):
             config = trainer_config(file)
             await train(file.run.name, file.stages.count, member, data, config, reports.append, steps)

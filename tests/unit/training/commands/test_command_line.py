@@ -218,8 +218,12 @@ def test_a_run_is_joined_as_the_flags_say(
     assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
     assert who.averaging == AveragingSettings("int8")
-    assert (who.checkpoint_every, who.rollback, who.max_norm) == (100, RollbackPolicy(patience=5), 0.5)
-    assert who.average_decay == 0.75
+    assert (who.config.checkpoint_every, who.config.rollback, who.config.max_norm) == (
+        100,
+        RollbackPolicy(patience=5),
+        0.5,
+    )
+    assert who.config.average_decay == 0.75
     assert Grant.parse(who.token).name == "ada" and str(who.token) not in repr(who)
     again = ["join", str(path), "--membership", str(member), "--batch-size", "auto"]
     assert "is in use by another process of this machine" in failing(again, capsys)[1]

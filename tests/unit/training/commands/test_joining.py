@@ -24,8 +24,10 @@ from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import BatchSizeLimits, Trial
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
+from swarm_training.commands.flags import config_of
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Joining
+from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.core_backend import open_run
@@ -42,6 +44,7 @@ from swarm_training.runfile.memory import listed, mib, total, volunteer_parts
 from swarm_training.runfile.settings import (
     OPTIMIZERS,
     BatchSettings,
+    ClipSettings,
     LocalSettings,
     ModelSettings,
     OptimizerSettings,
@@ -310,24 +313,24 @@ def test_optimizers_for_large_batches_and_little_memory_follow_their_rules(
     assert torch.equal(model.weight, expected)
 
 
-def test_a_run_is_opened_with_the_clipping_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
     monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
     model = torch.nn.Linear(2, 2)
-    open_run(
-        Joining("run", TARGET, (), IDENTITY, max_norm=0.5, average_decay=0.75, restart_wait_s=5.0),
-        list(model.parameters()),
-        torch.optim.SGD(model.parameters()),
-    )
-    config = opened["config"]
-    assert (config.max_norm, config.average_decay, config.restart_wait_s) == (0.5, 0.75, 5.0)
+    file = replace(file, clip=ClipSettings(0.5), optimizer=replace(file.optimizer, average_decay=0.75))
+    file = replace(file, run=replace(file.run, restart_wait_s=5.0), rollback=RollbackPolicy(patience=5))
     for own, has_local_steps, expected in ((0.0, False, 5.0), (0.0, True, 600.0), (7.0, False, 7.0), (7.0, True, 7.0)):
         optimizer = torch.optim.SGD(model.parameters())
         local = LocalSteps(optimizer) if has_local_steps else None
         averaging = AveragingSettings(straggler_s=own, delay=has_local_steps)
-        who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, local=local)
+        config = config_of(replace(file, averaging=averaging))
+        who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, config=config, local=local)
         open_run(who, list(model.parameters()), optimizer)
-        assert opened["config"].straggler_s == expected and opened["config"].delay == has_local_steps
+        config = opened["config"]
+        assert (config.max_norm, config.average_decay, config.restart_wait_s) == (0.5, 0.75, 5.0)
+        assert config.straggler_s == expected and config.delay == has_local_steps
+        assert (config.checkpoint_every, config.checkpoints_kept, config.rollback.patience) == (2, 4, 5)
+        assert config.checkpoint_directory is not None
 
 
 def test_peers_with_other_rules_are_no_equals() -> None:
@@ -361,7 +364,9 @@ def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunF
 
     prepared_again = prepared(file, said := [])
     joining.take_part(prepared_again, who(), open_run, threading.Event(), said.append)
-    assert given[0].resumed_at == Moment(0, 4) and given[0].ledger == str(tmp_path / "checkpoints" / "run.ledger")
+    assert given[0].resumed_at == Moment(0, 4) and given[0].config.ledger == str(
+        tmp_path / "checkpoints" / "run.ledger"
+    )
     assert "goes on from the checkpoint of step 4" in said
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     name = next(iter(dict(prepared_again.model.named_parameters())))

@@ -66,11 +66,11 @@ async def enter(
 
 def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> RunMembership:
     if organiser is None:
-        return RunMembership(identity(number), initial_peers)
+        return RunMembership(identity(number), initial_peers=initial_peers)
     own = identity(number)
     role = Role.MODERATOR if number == MODERATOR else Role.TRAINER
     grant = Grant.new(organiser.public, role, f"member {number}", own.peer_id, time.time() - 10, time.time() + 1000)
-    return RunMembership(own, initial_peers, AccessControl(organiser.public), grant.signed(organiser))
+    return RunMembership(own, grant.signed(organiser), AccessControl(organiser.public), initial_peers=initial_peers)
 
 
 async def compute_last(last: StagePresence, first: ToyStage, second: ToyStage, micro_batches: Iterable[int]) -> None:
@@ -94,7 +94,7 @@ async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
         leaving.push_async_callback(first.leave)
         second, second_stage = await enter(1, 1, first.addresses)
         leaving.push_async_callback(second.leave)
-        member = RunMembership(identity(2), first.addresses)
+        member = RunMembership(identity(2), initial_peers=first.addresses)
         watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
         leaving.push_async_callback(watching.leave)
         seen = watching.watch
@@ -176,7 +176,7 @@ async def test_a_failed_entry_closes_what_was_opened_and_no_given_board(monkeypa
     def closing(name: str) -> Any:
         return lambda *_: asyncio.sleep(0.0, closed.append(name))
 
-    member, board = RunMembership(identity(0), ["somewhere"]), SimpleNamespace(close=closing("board"))
+    member, board = RunMembership(identity(0), initial_peers=["somewhere"]), SimpleNamespace(close=closing("board"))
     monkeypatch.setattr(RunMembership, "join", lambda *_: asyncio.sleep(0.0, board))
     monkeypatch.setattr(GrpcNetwork, "close", closing("network"))
     with pytest.raises(AttributeError, match="beside"):
