@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.streams.pipe import pipe
 from swarm_protocol.streams.streams import DaemonStreams
@@ -89,7 +90,7 @@ async def ways() -> AsyncIterator[Ways]:
     async with AsyncExitStack() as stack:
 
         async def node(peers: list[str], host: str | None = None) -> tuple[Dht, DaemonStreams]:
-            dht = await Dht.join("reach", peers, Identity.generate(), host=host)
+            dht = await Dht.join("reach", peers, Identity.generate(), Listening(host))
             stack.push_async_callback(dht.shutdown)
             return dht, DaemonStreams(lambda: dht.p2p)
 

@@ -86,10 +86,8 @@ class Dht:
         swarm: str,
         initial_peers: Sequence[str],
         identity: Identity,
+        listening: Listening | None = None,
         *,
-        host: str | None = None,
-        port: int = 0,
-        announce_host: str | None = None,
         capacity: int = shards.CAPACITY,
         climb_every: int = shards.CLIMB_EVERY,
         max_lifetime_s: float = MAX_LIFETIME_S,
@@ -99,14 +97,13 @@ class Dht:
     ) -> Dht:
         """Join through ``initial_peers``, or start a new DHT if there are none.
 
-        A node that listens (``host`` is given) stores records for other nodes; a node without ``host`` only queries.
-        ``announce_host`` is the address that peers should use, with ``port``, which must then not be 0. ``capacity`` is
-        the number of servers that fit under one key; it must be the same for all nodes of the DHT. Every
-        ``climb_every`` publications, a server looks for room nearer to the root. Records that expire later than in
-        ``max_lifetime_s`` are neither stored nor read. Silent initial peers are retried for ``JOIN_TIMEOUT_S`` while
-        ``are_alive`` returns true or libp2p is connected to one. ``access`` is given for a private swarm: only its
-        members' records are stored and read. A node that listens but is not ``is_reachable`` stores nothing for other
-        nodes either.
+        A node that listens stores records for other nodes; without ``listening``, it only queries. A node with an
+        ``announce_host`` needs a port. ``capacity`` is the number of servers that fit under one key; it must be the
+        same for all nodes of the DHT. Every ``climb_every`` publications, a server looks for room nearer to the root.
+        Records that expire later than in ``max_lifetime_s`` are neither stored nor read. Silent initial peers are
+        retried for ``JOIN_TIMEOUT_S`` while ``are_alive`` returns true or libp2p is connected to one. ``access`` is
+        given for a private swarm: only its members' records are stored and read. A node that listens but is not
+        ``is_reachable`` stores nothing for other nodes either.
 
         Raises:
             NoSwarm: no initial peer answered; within 4 s if no peer listens. JoinRefused: a peer answered but refused.
@@ -118,7 +115,7 @@ class Dht:
             message = "no answer yet from %s of swarm %s, though it seems to run; trying again for up to %.0f s"
             _logger.warning(message, who, swarm, timeout_s)
 
-        listening = Listening(host, port, announce_host)
+        listening = listening or Listening()
         node = await start_joined(
             identity,
             listening,

@@ -14,6 +14,7 @@ from math import inf
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.lan_discovery import LanDiscovery, local_address
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.net.hivemind_parts import P2P
 from swarm_protocol.net.hosts import split_address
@@ -177,9 +178,7 @@ async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStac
                 config.swarm,
                 initial_peers,
                 access.identity,
-                host=host,
-                port=port,
-                announce_host=announce_host,
+                Listening(host, port, announce_host),
                 are_alive=are_alive,
                 access=access.control,
                 is_reachable=None if config.relay == "never" else is_reachable,

@@ -11,6 +11,7 @@ import pytest
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write_message
@@ -41,7 +42,7 @@ async def first_server(monkeypatch: pytest.MonkeyPatch, *members: Member) -> Asy
     async with AsyncExitStack() as stack:
 
         async def joined(*peers: str) -> tuple[Dht, DaemonStreams]:
-            dht = await Dht.join("dialled", peers, Identity.generate(), host=LOCAL)
+            dht = await Dht.join("dialled", peers, Identity.generate(), Listening(LOCAL))
             stack.push_async_callback(dht.shutdown)
             return dht, DaemonStreams(lambda: dht.p2p)
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
@@ -58,7 +59,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
         dhts, peers = {}, []
         for name in ("relay", "server", "client"):
             host = "127.0.0.1" if name == "relay" else None
-            dhts[name] = await Dht.join("tunnels", peers, Identity.generate(), host=host)
+            dhts[name] = await Dht.join("tunnels", peers, Identity.generate(), Listening(host))
             stack.push_async_callback(dhts[name].shutdown)
             peers = peers or [(await dhts[name].addresses())[0]]
         streams = {name: DaemonStreams(lambda dht=dht: dht.p2p) for name, dht in dhts.items()}

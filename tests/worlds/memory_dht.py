@@ -41,14 +41,22 @@ def forget(swarm: str) -> None:
 _join_really = Dht.join.__func__
 
 
-async def _join(cls: type[Dht], swarm: str, initial_peers: Sequence[str], identity: Identity, **options: Any) -> Dht:
+async def _join(
+    cls: type[Dht],
+    swarm: str,
+    initial_peers: Sequence[str],
+    identity: Identity,
+    listening: Listening | None = None,
+    **options: Any,
+) -> Dht:
     if swarm not in _swarms:
-        return await _join_really(cls, swarm, initial_peers, identity, **options)
+        return await _join_really(cls, swarm, initial_peers, identity, listening, **options)
     for one_for_daemons in ("are_alive", "is_reachable"):
         options.pop(one_for_daemons, None)
-    host = options.pop("host", None)
-    listening = Listening(host, options.pop("port", 0), options.pop("announce_host", None))
-    return cls(MemoryNode(_swarms[swarm], identity, asks_only=host is None), swarm, identity, listening, **options)
+    listening = listening or Listening()
+    return cls(
+        MemoryNode(_swarms[swarm], identity, asks_only=listening.host is None), swarm, identity, listening, **options
+    )
 
 
 class MemoryNode:

@@ -25,6 +25,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from swarm_protocol.dht import bootstrap, claims
 from swarm_protocol.dht.addresses import multiaddr
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import MAX_LIFETIME_S, ServerRecord, ServerState, models_key, servers_key
 from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import NoSwarm
@@ -58,9 +59,9 @@ def run() -> Iterator[Run]:
 def nodes(run: Run) -> Iterator[Nodes]:
     async def start() -> Nodes:
         identities = Identity.generate(), Identity.generate()
-        founder = await Dht.join(SWARM, [], identities[0], host="127.0.0.1")
+        founder = await Dht.join(SWARM, [], identities[0], Listening("127.0.0.1"))
         peers = await founder.addresses()
-        member = await Dht.join(SWARM, peers, identities[1], host="127.0.0.1")
+        member = await Dht.join(SWARM, peers, identities[1], Listening("127.0.0.1"))
         return Nodes(founder, member, await Dht.join(SWARM, peers, Identity.generate()), peers, identities)
 
     started = run(start())
@@ -418,11 +419,12 @@ import asyncio, sys, time
 right, offset_s = time.time, 0.0
 time.time = lambda: right() + offset_s
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.identity import Identity, peer_id_of_key
 for offset_s, host in ((600.0, None), (-600.0, None), (-20.0, "127.0.0.1")):
     try:
-        asyncio.run(Dht.join("test", sys.argv[1:], Identity.generate(), host=host))
+        asyncio.run(Dht.join("test", sys.argv[1:], Identity.generate(), Listening(host)))
     except NoSwarm as error:
         print(error)
 """
@@ -456,7 +458,7 @@ def unused_peer(run: Run) -> str:
     """A peer that has been there."""
 
     async def start_and_stop() -> str:
-        node = await Dht.join(SWARM, [], Identity.generate(), host="127.0.0.1")
+        node = await Dht.join(SWARM, [], Identity.generate(), Listening("127.0.0.1"))
         (address,) = await node.addresses()
         await node.shutdown()
         return address

@@ -10,6 +10,7 @@ import pytest
 
 from swarm_protocol.dht import dht
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.identity import Identity
 from tests.unit.protocol.dht.test_dht_rejoin import HOST, SWARM, sees
 from tests.unit.support import server_record
@@ -23,9 +24,9 @@ async def kill_daemon(node: Dht) -> None:
 
 
 async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
     addresses = await node.addresses()
-    other = await Dht.join(SWARM, addresses, Identity.generate(), host=HOST)
+    other = await Dht.join(SWARM, addresses, Identity.generate(), Listening(HOST))
     await other.publish(server_record(other.peer_id))
     await other.shutdown()  # what it has published is with the node alone
     for _ in range(2):
@@ -46,8 +47,8 @@ async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(m
 
 async def test_it_meets_those_again_that_it_knew() -> None:
     """Who do not look for it."""
-    founder = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
-    member = await Dht.join(SWARM, await founder.addresses(), Identity.generate(), host=HOST)
+    founder = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    member = await Dht.join(SWARM, await founder.addresses(), Identity.generate(), Listening(HOST))
     await member.remember_peers()
     await kill_daemon(member)
     await member.restart()
@@ -59,7 +60,7 @@ async def test_it_meets_those_again_that_it_knew() -> None:
 
 
 async def test_another_port_is_taken_if_somebody_else_listens_there_now() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
     (address,) = await node.addresses()
     await kill_daemon(node)
     with socket.socket() as other:
@@ -75,7 +76,7 @@ async def test_another_port_is_taken_if_somebody_else_listens_there_now() -> Non
 
 
 async def test_a_node_whose_daemon_is_gone_is_shut_down_at_once() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), host=HOST)
+    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
     control = Path(node._node.p2p._daemon_listen_maddr["unix"])
     assert control.exists()
     await kill_daemon(node)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
@@ -53,9 +54,9 @@ def nodes(run: Run) -> Iterator[tuple[Dht, Dht, Reader]]:
     """Two that store, and one that only asks."""
 
     async def start() -> tuple[Dht, Dht, Reader]:
-        first = await Dht.join("size", [], Identity.generate(), host="127.0.0.1", **OPTIONS)
+        first = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), **OPTIONS)
         peers = await first.addresses()
-        second = await Dht.join("size", peers, Identity.generate(), host="127.0.0.1", **OPTIONS)
+        second = await Dht.join("size", peers, Identity.generate(), Listening("127.0.0.1"), **OPTIONS)
         return first, second, await Reader.join("size", peers, Identity.generate(), **OPTIONS)
 
     started = run(start())
@@ -247,7 +248,7 @@ async def _read_correctly(count: int, spans: list[Span], *, num_new: int = 0) ->
     The last ``num_new`` look for their places at once, when all others are there.
     """
     lasting = {"max_lifetime_s": MAX_LIFETIME_S}
-    storing = await Dht.join("size", [], Identity.generate(), host="127.0.0.1", **lasting)
+    storing = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), **lasting)
     reader = await Reader.join("size", await storing.addresses(), Identity.generate(), **lasting)
     try:
         crowd = Crowd(storing, count)

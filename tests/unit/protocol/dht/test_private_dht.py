@@ -14,6 +14,7 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Revocation, Role
 from swarm_protocol.dht import claims
 from swarm_protocol.dht.dht import Dht
+from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import ServerRecord, models_key, revocations_key, servers_key
 from swarm_protocol.dht.stored_records import Validator, is_admitted, limit_records, subkey_of
@@ -98,12 +99,12 @@ def swarm(run: Run) -> Iterator[tuple[list[Dht], list[Grant], Dht, Dht]]:  # noq
             identity = Identity.generate()
             grant, token = token_for(identity)
             access = AccessControl(KEY.public)
-            servers.append(await Dht.join(SWARM, peers, identity, host="127.0.0.1", access=access))
+            servers.append(await Dht.join(SWARM, peers, identity, Listening("127.0.0.1"), access=access))
             grants.append(grant)
             peers = await servers[0].addresses()
             await servers[-1].publish(record_of(identity, token))
         reader = await Dht.join(SWARM, peers, Identity.generate(), access=AccessControl(KEY.public))
-        stranger = await Dht.join(SWARM, peers, Identity.generate(), host="127.0.0.1")
+        stranger = await Dht.join(SWARM, peers, Identity.generate(), Listening("127.0.0.1"))
         return servers, grants, reader, stranger
 
     started = run(start())
