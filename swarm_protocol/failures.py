@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from typing import Self
 
 
@@ -20,14 +20,15 @@ class undone_on_error(AbstractContextManager[None]):
             self._undo()
 
 
-@asynccontextmanager
-async def awaited_on_error(undo: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-    """Await ``undo()`` if the context ends with an error or a cancellation, which then goes on to the caller."""
-    try:
-        yield
-    except BaseException:  # raised again, as above
-        await undo()
-        raise
+class awaited_on_error(AbstractAsyncContextManager[None]):
+    """A context that awaits ``undo()`` if it ends with an error or a cancellation, which then goes on to the caller."""
+
+    def __init__(self, undo: Callable[[], Awaitable[object]]) -> None:
+        self._undo = undo
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            await self._undo()
 
 
 @contextmanager

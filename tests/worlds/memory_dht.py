@@ -54,9 +54,8 @@ async def _join(
     for one_for_daemons in ("are_alive", "is_reachable"):
         options.pop(one_for_daemons, None)
     listening = listening or Listening()
-    return cls(
-        MemoryNode(_swarms[swarm], identity, asks_only=listening.host is None), swarm, identity, listening, **options
-    )
+    node = MemoryNode(_swarms[swarm], identity, asks_only=listening.host is None)
+    return cls(node, swarm, identity, listening, **options)
 
 
 class MemoryNode:
