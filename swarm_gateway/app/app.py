@@ -81,6 +81,13 @@ def create_app(
     if monitored is not None:
         app.include_router(monitor_router(gateway, monitored))
     add_pages(app)
+    _add_watched_paths(app, gateway)
+    _add_refusals(app)
+    return app
+
+
+def _add_watched_paths(app: FastAPI, gateway: Gateway) -> None:
+    """Add the paths that monitors of the process ask."""
 
     @app.get("/health")
     async def health() -> Response:
@@ -89,6 +96,10 @@ def create_app(
     @app.get("/metrics", dependencies=[Depends(gateway.admit)])
     async def show_metrics() -> Response:
         return Response(await gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_refusals(app: FastAPI) -> None:
+    """Answer errors in the shape of the API that was asked."""
 
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
@@ -99,8 +110,6 @@ def create_app(
         path = request.url.path
         message = f"{request.method} {path}: {error.detail}"
         return refusal(ApiError(error.status_code, message), _dialect_of(path))
-
-    return app
 
 
 def _traced(telemetry: Telemetry | None) -> TelemetryConfig:

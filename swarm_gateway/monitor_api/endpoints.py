@@ -85,17 +85,7 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
 
     @router.get("/events", dependencies=admitted)
     async def events(request: Request) -> Response:
-        is_stream = "application/json" not in request.headers.get("Accept", "")
-        last = recorder.latest.last_event_id
-        after = int(_number(request, "after", float(last) if is_stream else 0.0))
-        if is_stream and (resumed := request.headers.get("Last-Event-ID", "")):
-            after = int(resumed) if resumed.isdecimal() and len(resumed) < 20 else last
-        after = min(max(after, 0), last)  # a larger id is from a history that is gone
-        if is_stream:
-            return ChunkedResponse(_stream(recorder, after), is_stream=True)
-        most = int(min(max(_number(request, "limit", 100.0), 1), _MOST_EVENTS))
-        found = await asyncio.to_thread(recorder.events, after, most)
-        return _json({"last_id": last, "events": [flat.event_json(each) for each in found]})
+        return await _events(request, recorder)
 
     @router.get("/health")
     async def health(request: Request) -> Response:
@@ -112,6 +102,21 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
 
 def _json(content: Any, status: int = 200) -> Response:
     return JSONResponse(content, status, _NO_STORE)
+
+
+async def _events(request: Request, recorder: HistoryRecorder) -> Response:
+    """Return a stream of the events after the one that the request names, or a list of them if it accepts JSON."""
+    is_stream = "application/json" not in request.headers.get("Accept", "")
+    last = recorder.latest.last_event_id
+    after = int(_number(request, "after", float(last) if is_stream else 0.0))
+    if is_stream and (resumed := request.headers.get("Last-Event-ID", "")):
+        after = int(resumed) if resumed.isdecimal() and len(resumed) < 20 else last
+    after = min(max(after, 0), last)  # a larger id is from a history that is gone
+    if is_stream:
+        return ChunkedResponse(_stream(recorder, after), is_stream=True)
+    most = int(min(max(_number(request, "limit", 100.0), 1), _MOST_EVENTS))
+    found = await asyncio.to_thread(recorder.events, after, most)
+    return _json({"last_id": last, "events": [flat.event_json(each) for each in found]})
 
 
 async def _stream(recorder: HistoryRecorder, after: int) -> AsyncGenerator[bytes, None]:

@@ -9,9 +9,9 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -65,6 +65,7 @@ from swarm_server.verification.judge import AnswerJudge
 if TYPE_CHECKING:
     from swarm_server.metrics.exporter import ServerMetrics
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # for streams that are still open when the server stops
 _JUDGE_S = (3 * REFRESH_S, 4 * REFRESH_S)  # looking up an absent key contacts many nodes, so this is rare
@@ -105,8 +106,7 @@ class Server:
             starting, membership = await _start(self.config, counters, cleanup, self._leader)
             joined = await _join(starting, membership, cleanup)
             if self._leader is not None:
-                announcing = self._leader.keep_announced(joined.membership.dht, starting.access.token)
-                cleanup.callback(asyncio.ensure_future(announcing).cancel)
+                _begin(self._leader.keep_announced(joined.membership.dht, starting.access.token), cleanup)
             network_probe = NetworkProbe(starting.channels)
             blocklist = Blocklist()
             monitor = PeerMonitor(joined, network_probe, blocklist)
@@ -115,33 +115,17 @@ class Server:
             presence = RecordPublisher(joined, network_probe, loading)
             if metrics is not None:
                 metrics.show_state(presence.record, lambda: presence.sessions)
-            losing_daemon = asyncio.ensure_future(presence.keep_daemon(self._stop.is_set))
-            cleanup.callback(losing_daemon.cancel)
-            losing_group = asyncio.ensure_future(starting.loader.group_end(presence.is_quiet))
-            cleanup.callback(losing_group.cancel)
+            losing_daemon = _begin(presence.keep_daemon(self._stop.is_set), cleanup)
+            losing_group = _begin(starting.loader.group_end(presence.is_quiet), cleanup)
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
-            reaching = asyncio.ensure_future(joined.reach.keep(presence.publish, monitor.relays))
-            cleanup.callback(reaching.cancel)
-            keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(presence.keep_membership, (RENEW_S, RENEW_S)))
-            cleanup.callback(keeping.cancel)
+            _begin(joined.reach.keep(presence.publish, monitor.relays), cleanup)
+            _begin(repeat(presence.keep_membership, (RENEW_S, RENEW_S)), cleanup)
             mover = SpanMover(joined, monitor, presence)
             if starting.span is None:
                 loading = await mover.settle(loading)
-            idle_timeout_s = self.config.session_idle_timeout_s
-            arrivals = Arrivals(self.config.incoming_bytes, self.config.stall_timeout_s, self.config.min_bytes_per_s)
             judge = _judge(joined, presence, blocklist)
-            service = BlocksService(
-                lambda: presence.sessions,
-                lambda: presence.record().to_proto(),
-                idle_timeout_s,
-                arrivals,
-                CallerChecks(starting.access.control, joined.reach.origins),
-                signer=Signer(starting.access.identity, lambda: presence.record().to_proto(), time.time),
-                judge=judge,
-                offering=presence.offering,
-            )
-            add_service(service, joined.grpc_server, counters)
+            add_service(_service(joined, presence, judge), joined.grpc_server, counters)
             cleanup.push_async_callback(mover.close)
             cache_tokens = (await mover.host(loading)).runtime.cache_tokens
             await presence.keep_revocations()
@@ -273,6 +257,27 @@ async def _join(starting: Starting, membership: SwarmMembership | None, cleanup:
     membership.call_after_restart(reach.attach)
     await reach.start()
     return Joined(starting, membership, grpc_server, certificate.fingerprint, reach)
+
+
+def _begin(work: Coroutine[Any, Any, T], cleanup: AsyncExitStack) -> asyncio.Future[T]:
+    """Begin a task that ``cleanup`` cancels."""
+    task = asyncio.ensure_future(work)
+    cleanup.callback(task.cancel)
+    return task
+
+
+def _service(joined: Joined, presence: RecordPublisher, judge: AnswerJudge) -> BlocksService:
+    config, access = joined.starting.config, joined.starting.access
+    return BlocksService(
+        lambda: presence.sessions,
+        lambda: presence.record().to_proto(),
+        config.session_idle_timeout_s,
+        Arrivals(config.incoming_bytes, config.stall_timeout_s, config.min_bytes_per_s),
+        CallerChecks(access.control, joined.reach.origins),
+        signer=Signer(access.identity, lambda: presence.record().to_proto(), time.time),
+        judge=judge,
+        offering=presence.offering,
+    )
 
 
 def _judge(joined: Joined, presence: RecordPublisher, blocklist: Blocklist) -> AnswerJudge:

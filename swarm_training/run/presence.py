@@ -47,18 +47,10 @@ class PeerProcess:
         host = await member.find_host(config)
         async with AsyncExitStack() as resources:
             board, network = await member.connect(run, config, resources, None if config.client_mode else host)
-            own = Progress(
-                run,
-                member.identity.peer_id,
-                state=JOINING,
-                target_batch_size=target_batch_size,
-                share=0.0 if config.client_mode else config.share,
-                model=state.model_digest,
-            )
             peer = TrainingPeer(
                 config,
                 member,
-                own,
+                joining_record(run, target_batch_size, member, config, state),
                 Environment(network, board, asyncio.to_thread, random.Random()),
                 state,
                 compression,
@@ -77,6 +69,20 @@ class PeerProcess:
     async def leave(self) -> None:
         await self.peer.leave()
         await self._resources.aclose()
+
+
+def joining_record(
+    run: str, target_batch_size: int, member: RunMembership, config: TrainingConfig, state: TrainedState
+) -> Progress:
+    """Return the first record of a peer, which has not joined yet."""
+    return Progress(
+        run,
+        member.identity.peer_id,
+        state=JOINING,
+        target_batch_size=target_batch_size,
+        share=0.0 if config.client_mode else config.share,
+        model=state.model_digest,
+    )
 
 
 def ledger_of(config: TrainingConfig, run: str, target_batch_size: int, access: AccessControl | None) -> KeptLedger:

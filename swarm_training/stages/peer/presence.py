@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from swarm_protocol.process.routine import end_tasks
-from swarm_training.compression.compressor import Compressor, Plain
-from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.compressor import Plain
 from swarm_training.core.config import TrainingConfig
-from swarm_training.core.record import JOINING, Progress
+from swarm_training.core.record import JOINING
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership, serve
 from swarm_training.net.service import TrainingService
@@ -25,7 +24,7 @@ from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
-from swarm_training.run.presence import ledger_of
+from swarm_training.run.presence import joining_record, ledger_of
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer.replicas import Replicas
@@ -84,8 +83,6 @@ class StagePresence:
         state: TrainedState,
         sums: Accumulator,
         add_services: AddServices = lambda server, peer, network: None,
-        compressor: Compressor | None = None,
-        encoder: ErrorFeedback | None = None,
         shared: Spans = (),
         board: DhtPeerRegistry | None = None,
         look_s: float | None = None,
@@ -113,27 +110,11 @@ class StagePresence:
             resources.callback(thread.shutdown, wait=False, cancel_futures=True)
             board, network = await member.connect(run, config, resources, host, board)
             board = board.beside(run, where.run)
-            record = Progress(
-                run,
-                member.identity.peer_id,
-                state=JOINING,
-                target_batch_size=size,
-                share=config.share,
-                model=state.model_digest,
-            )
-            peer = TrainingPeer(
-                config,
-                member,
-                record,
-                Environment(network, board, asyncio.to_thread, random.Random()),
-                state,
-                GradientCompression(compressor or Plain(), encoder),
-                member.orders(where.run),
-                ledger,
-            )
-            boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
-            own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
-            watch = RunWatch(where.runs, network, boards, config.silence_s, random.Random(), own, peer.banned)
+            record = joining_record(run, size, member, config, state)
+            environment = Environment(network, board, asyncio.to_thread, random.Random())
+            compression, orders = GradientCompression(Plain()), member.orders(where.run)
+            peer = TrainingPeer(config, member, record, environment, state, compression, orders, ledger)
+            watch = _watch_beside(peer, where, network, board, config.silence_s)
             replicas = Replicas(where.index, where.num_stages, peer, watch, network, asyncio.to_thread)
             compute = partial(asyncio.get_running_loop().run_in_executor, thread)
             other = where.num_stages - 1 - where.index
@@ -164,6 +145,15 @@ class StagePresence:
         await end_tasks(self._tasks)
         await self.stage_peer.peer.leave()
         await self._resources.aclose()
+
+
+def _watch_beside(
+    peer: TrainingPeer, where: StageOfRun, network: GrpcNetwork, board: DhtPeerRegistry, silence_s: float
+) -> RunWatch:
+    """Return a watch of all stages, which takes the records of the peer's own stage from the peer."""
+    boards = {number: board.beside(name) for number, name in enumerate(where.runs) if number != where.index}
+    own = {where.index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
+    return RunWatch(where.runs, network, boards, silence_s, random.Random(), own, peer.banned)
 
 
 @dataclass
