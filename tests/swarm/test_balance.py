@@ -71,16 +71,9 @@ def volunteers(cluster, checkpoint) -> Iterator[Volunteers]:
 
 
 @pytest.fixture
-def connect(volunteers) -> Iterator[Callable[..., Client]]:
-    clients: list[Client] = []
-
-    def connect(**options) -> Client:
-        clients.append(Client(volunteers, **options))
-        return clients[-1]
-
-    yield connect
-    for client in clients:
-        client.close()
+def fleet(volunteers) -> Volunteers:
+    """Clients connect to these."""
+    return volunteers
 
 
 def view(client: Client) -> SwarmView:

@@ -12,10 +12,10 @@ from swarm_client import DistributedModel
 from swarm_client.drafts.distilled.draft import DistilledDraft
 from swarm_client.drafts.lookup import LookupDraft
 from swarm_client.generation.generation import load_tokenizer
-from swarm_client.speculation.policy import DraftPlan
 from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
+from tests.drafts import Always
 from tests.swarm.harness import InProcessServers
 
 MODEL = Path(locate(DEFAULT_MODEL))
@@ -28,17 +28,6 @@ def servers() -> Iterator[InProcessServers]:
     with InProcessServers(MODEL) as servers:
         servers.start("0:10", "10:20")
         yield servers
-
-
-class Always(Speculation):
-    """Verifies so many guesses in every pass, whether it pays or not."""
-
-    def __init__(self, draft, rows: int) -> None:
-        super().__init__(draft)
-        self._of_tests = DraftPlan(rows, 4)
-
-    def begin(self, prompt, ranking, size=None):
-        return super().begin(prompt, ranking, self._of_tests)
 
 
 def test_by_default_it_is_the_models_own(servers):
@@ -62,7 +51,7 @@ def test_text_is_that_of_plain_generation_in_fewer_passes(servers, options, rows
         draft = model.speculation.draft
         for prompt in PROMPTS:
             texts = []
-            for speculation in (Speculation(None), Always(draft, rows)):
+            for speculation in (Speculation(None), Always(draft, rows, length=4)):
                 model.speculation = speculation
                 torch.manual_seed(5)
                 inputs = tokenizer(prompt, return_tensors="pt")

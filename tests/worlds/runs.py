@@ -366,3 +366,23 @@ async def all_done(tasks: list[asyncio.Task[Any]]) -> None:
             task.result()
     if len(done) < len(tasks):
         await all_done([task for task in tasks if not task.done()])
+
+
+def gradient_at(parameter: torch.Tensor, number: int) -> torch.Tensor:
+    """Of the loss of peer ``number``: a quadratic around a point of its own."""
+    target = torch.randn(37, generator=torch.Generator().manual_seed(number))
+    return torch.linspace(0.5, 2.0, 37) * (parameter.detach() - target)
+
+
+def require_equal(peers: list[SimulatedPeer]) -> None:
+    """At all moments that several of them have come to."""
+    for moment in {moment for peer in peers for moment in peer.moments}:
+        there = [peer.moments[moment] for peer in peers if moment in peer.moments]
+        assert all(torch.equal(there[0], other) for other in there), moment
+
+
+def require_equal_steps(peers: list[SimulatedPeer], steps: int) -> None:
+    """After each of so many steps, at which one of them was at least."""
+    for step in range(1, steps + 1):
+        histories = [peer.history[step] for peer in peers if step in peer.history]
+        assert histories and all(torch.equal(histories[0], other) for other in histories), f"step {step}"

@@ -16,23 +16,22 @@ from swarm_training.run.share import DelayedShare
 from swarm_training.run.state import TrainedState
 from swarm_training.run.training_run import TrainingRun
 from tests.marks import IN_VIRTUAL_TIME
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import (
+    CONFIG,
+    SimulatedPeer,
+    World,
+    all_done,
+    enter_all,
+    gradient_at,
+    require_equal_steps,
+    simulate,
+)
 
 pytestmark = IN_VIRTUAL_TIME
 
 DELAYED = replace(CONFIG, delay=True)
-CURVATURES = torch.linspace(0.5, 2.0, 37)
 STEPS = 12
 LR = 0.1
-
-
-def target_of(number: int) -> torch.Tensor:
-    return torch.randn(37, generator=torch.Generator().manual_seed(number))
-
-
-def gradient_at(parameter: torch.Tensor, number: int) -> torch.Tensor:
-    """Of the loss of peer ``number``: a quadratic around a point of its own."""
-    return CURVATURES * (parameter.detach() - target_of(number))
 
 
 def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -58,12 +57,6 @@ def delayed_descent(start: torch.Tensor, weights: dict[int, int], steps: int) ->
     return history
 
 
-def require_equal(peers: list[SimulatedPeer], steps: range) -> None:
-    for step in steps:
-        histories = [peer.history[step] for peer in peers if step in peer.history]
-        assert histories and all(torch.equal(histories[0], other) for other in histories), f"step {step}"
-
-
 @pytest.mark.parametrize(("latency_s", "call_s"), [(0.01, 0.5), (0.2, 0.05)], ids=["fast line", "slow line"])
 async def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
     """Each call completes a batch, so that every gradient is one step old."""
@@ -86,7 +79,7 @@ async def test_it_is_delayed_sgd(latency_s: float, call_s: float) -> None:
         assert set(peer.groups.values()) == {3}
         for step in range(1, STEPS + 1):
             torch.testing.assert_close(peer.history[step], expected[step], rtol=1e-5, atol=1e-5)
-    require_equal(peers, range(1, STEPS + 1))
+    require_equal_steps(peers, STEPS)
 
 
 async def test_a_step_does_not_wait_for_others() -> None:
@@ -116,7 +109,7 @@ def test_computing_goes_on_while_gradients_travel() -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await all_done([peer.spawn(descend(peer, 1, 0.2, STEPS)) for peer in peers])
-        require_equal(peers, range(1, STEPS + 1))
+        require_equal_steps(peers, STEPS)
         return loop.time() - began_s
 
     assert simulate(lambda: seconds(DELAYED)) < 0.75 * simulate(lambda: seconds(CONFIG))
@@ -139,7 +132,7 @@ async def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail()
         await asyncio.sleep(0.01)
     world.kill(peers[3].peer_id)
     await all_done([task for task in tasks if task is not tasks[3]])
-    require_equal([*peers, joiner], range(1, STEPS + 1))
+    require_equal_steps([*peers, joiner], STEPS)
 
 
 @dataclass

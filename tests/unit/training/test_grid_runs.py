@@ -16,8 +16,8 @@ import torch
 from swarm_training.core.config import TrainingConfig
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import IN_VIRTUAL_TIME, SLOW, in_tiers
-from tests.unit.training.test_simulated_runs import TwoPhases, require_equal
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
+from tests.unit.training.test_simulated_runs import TwoPhases
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, require_equal_steps
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -132,7 +132,7 @@ async def test_from_seventeen_who_can_be_reached_on_groups_are_on_a_grid(count: 
     await all_done(list(spawn([*peers, *behind]).values()))
     group = meetings.group
     assert group.grid is (count >= 17) and len(group.members) == count + hidden
-    require_equal([*peers, *behind], 1)
+    require_equal_steps([*peers, *behind], 1)
     require_mean([*peers, *behind], group)
     streams = {meetings.streams(peer.peer_id) for peer in peers}
     most = 2 * (math.sqrt(len(group.members)) - 1) + 2
@@ -192,7 +192,7 @@ async def test_no_row_is_lost_with_whoever_adds_it_up(
     assert left[0] <= 0
     survivors = [peer for peer in peers if peer not in dying]
     assert all(peer.state.step == 1 for peer in survivors)
-    require_equal(survivors, 1)
+    require_equal_steps(survivors, 1)
     groups = list(meetings.groups.values())
     assert groups[0].grid and len(groups[0].members) == COUNT
     assert (len(groups) > 1) is with_leader
@@ -233,7 +233,7 @@ async def test_survivors_of_any_failures_stay_equal(failure: str, seed: int) -> 
     if failure == "pause":
         await all_done(list(tasks.values()))
     assert left[0] <= 0
-    require_equal(peers, steps)
+    require_equal_steps(peers, steps)
     assert loop.time() < 5.0 * steps + 3 * CONFIG.straggler_s + CONFIG.silence_s
 
 
@@ -249,7 +249,7 @@ async def test_a_straggler_is_left_out_of_its_row_and_its_row_is_not(seconds: fl
         seconds if source == straggler.peer_id and isinstance(message, pb.ReduceRequest) else 0.0
     )
     await all_done(list(spawn(peers).values()))
-    require_equal(peers, 1)
+    require_equal_steps(peers, 1)
     require_mean(peers, meetings.group, left_out=[straggler] if seconds > 2.5 else [])
     assert any(plan.redo for plan in meetings.plans) is is_redone
     assert not any(plan.fetch for plan in meetings.plans) or is_redone
@@ -272,7 +272,7 @@ async def test_several_phases_go_by_the_grid(kills: bool) -> None:
     await asyncio.gather(*spawn(peers).values(), return_exceptions=True)
     survivors = [peer for peer in peers if not peer.is_dead]
     assert len(survivors) == COUNT - kills and all(peer.state.step == 1 for peer in survivors)
-    require_equal(survivors, 1)
+    require_equal_steps(survivors, 1)
     require_mean(survivors, meetings.group, left_out=[peer for peer in peers if peer.is_dead])
     assert meetings.group.grid and {float(compressors[peer.number].count) for peer in survivors} == {1.0}
 
@@ -281,5 +281,5 @@ async def test_averages_on_a_grid_may_come_later() -> None:
     meetings = Meetings(world := World())
     peers = await enter(world, config=replace(CONFIG, delay=True))
     await all_done(list(spawn(peers, 2).values()))
-    require_equal(peers, 2)
+    require_equal_steps(peers, 2)
     assert all(group.grid for group in meetings.groups.values())

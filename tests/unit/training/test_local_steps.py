@@ -25,18 +25,12 @@ from swarm_training.optim.local_steps import InnerSteps
 from swarm_training.run.share import DelayedLocalShare, LocalShare
 from swarm_training.run.state import TrainedState
 from tests.marks import IN_VIRTUAL_TIME
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, gradient_at, require_equal, simulate
 
 pytestmark = IN_VIRTUAL_TIME
 
-CURVATURES = torch.linspace(0.5, 2.0, 37)
 LR = 0.05
 Optimizer = torch.optim.Optimizer
-
-
-def gradient_at(parameter: Tensor, number: int) -> Tensor:
-    """Of the loss of peer ``number``: a quadratic around a point of its own."""
-    return CURVATURES * (parameter.detach() - torch.randn(37, generator=torch.Generator().manual_seed(number)))
 
 
 def mean_outer(parameters: Any, lr: float) -> Optimizer:
@@ -78,13 +72,6 @@ def encoder_of(codec: str) -> ErrorFeedback | None:
 
 async def call(peer: SimulatedPeer, samples: int) -> None:
     await peer.step(gradient_at(peer.parameter, peer.number), samples)
-
-
-def require_equal(peers: list[SimulatedPeer]) -> None:
-    """At all moments that several of them have come to."""
-    for moment in {moment for peer in peers for moment in peer.moments}:
-        there = [peer.moments[moment] for peer in peers if moment in peer.moments]
-        assert all(torch.equal(there[0], other) for other in there), moment
 
 
 def test_one_step_of_sgd_per_average_is_the_synchronous_run_bit_for_bit() -> None:

@@ -22,7 +22,7 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import IN_VIRTUAL_TIME, SLOW, in_tiers
 from tests.worlds.identities import identity
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, require_equal_steps, simulate
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -30,13 +30,6 @@ pytestmark = IN_VIRTUAL_TIME
 def start(peers: list[SimulatedPeer], until_step: int, spread_s: float = 0.2) -> list[asyncio.Task[Any]]:
     """All train, at speeds of their own."""
     return [peer.spawn(peer.train(0.3 + spread_s * (peer.number % 4), 5, until_step)) for peer in peers]
-
-
-def require_equal(peers: list[SimulatedPeer], steps: int) -> None:
-    for step in range(1, steps + 1):
-        histories = [peer.history[step] for peer in peers if step in peer.history]
-        assert histories
-        assert all(torch.equal(histories[0], other) for other in histories), f"step {step}"
 
 
 async def test_a_step_is_the_weighted_mean_in_the_order_of_the_members() -> None:
@@ -88,7 +81,7 @@ async def test_the_average_of_all_is_clipped_with_the_same_bits_at_every_peer(wa
         steps = zip(peers, gradients, (3, 1), strict=True)
         await all_done([peer.spawn(peer.step(gradient, samples)) for peer, gradient, samples in steps])
         await asyncio.sleep(1.0)
-    require_equal(peers, 1)
+    require_equal_steps(peers, 1)
     change = (before - peers[0].history[1]) / 0.1
     assert float(change.norm()) == pytest.approx(2.0, rel=1e-4)
     if way != "PowerSGD":
@@ -114,7 +107,7 @@ def test_groups_are_full_however_much_peers_are_out_of_step() -> None:
         assert len(sizes) >= 4 * (steps - 1)
         assert sum(size == 4 for size in sizes) >= 0.98 * len(sizes)
         assert min(sizes) >= 3
-        require_equal(peers, steps)
+        require_equal_steps(peers, steps)
 
     simulate(scenario, 3000)
 
@@ -150,7 +143,7 @@ async def test_survivors_of_a_failure_at_any_message_stay_equal(failure: str, se
     if failure == "pause":
         await all_done([tasks[victim.number]])
     assert left[0] <= 0
-    require_equal(peers, steps)
+    require_equal_steps(peers, steps)
     assert all(size >= 3 for peer in survivors for size in peer.groups.values())
     assert victim.state.step == steps if failure == "pause" else victim.state.step <= steps
     rounds_s = steps * 5.0
@@ -176,7 +169,7 @@ async def test_who_is_silent_is_dropped_before_the_deadline_of_stragglers() -> N
     tasks = start(peers, 2)
     await all_done([tasks[peer.number] for peer in peers if peer is not victim])
     assert struck_s and loop.time() - struck_s[0] < config.silence_s + 2.0
-    require_equal(peers, 2)
+    require_equal_steps(peers, 2)
 
 
 async def test_a_peer_whose_calls_take_long_is_waited_for() -> None:
@@ -203,7 +196,7 @@ async def test_of_two_parts_of_a_network_at_most_one_goes_on(half: int) -> None:
     assert {peer.state.step for peer in others} == {1}
     world.cut.clear()
     await all_done(losing)
-    require_equal(peers, 4)
+    require_equal_steps(peers, 4)
 
 
 async def test_a_peer_that_is_alone_for_a_moment_does_not_step_on_its_own_gradients() -> None:
@@ -219,7 +212,7 @@ async def test_a_peer_that_is_alone_for_a_moment_does_not_step_on_its_own_gradie
     world.cut.clear()
     await all_done([task, *(peer.spawn(peer.train(0.3, 20, 1)) for peer in others)])
     assert set(founder.groups.values()) == {4}
-    require_equal(peers, 1)
+    require_equal_steps(peers, 1)
 
 
 def test_a_run_that_has_lost_half_of_its_peers_says_so_and_goes_on_if_that_is_wanted(
@@ -257,7 +250,7 @@ async def test_who_joins_contributes_to_the_next_step() -> None:
     tasks += start([joiner], 6)
     await all_done(tasks)
     assert joiner.groups[step + 1] == 3
-    require_equal([*peers, joiner], 6)
+    require_equal_steps([*peers, joiner], 6)
 
 
 @pytest.mark.parametrize("lie", ["other", "broken"])
@@ -292,7 +285,7 @@ async def test_who_joins_takes_no_state_but_that_of_the_majority(lie: str) -> No
     await joiner.enter()
     assert len(asked) == 3 and torch.equal(joiner.history[2], peers[3].history[2])
     await all_done(start([*peers, joiner], 3))
-    require_equal([*peers, joiner], 3)
+    require_equal_steps([*peers, joiner], 3)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +355,7 @@ async def test_who_cannot_be_reached_owns_nothing_and_takes_part() -> None:
     await asyncio.gather(*(peer.enter() for peer in peers[1:]))
     await all_done(start(peers, 4))
     assert {size for peer in peers for size in peer.groups.values()} == {3}
-    require_equal(peers, 4)
+    require_equal_steps(peers, 4)
     hidden = {peer.peer_id for peer in peers[1:]}
     assert not [entry for entry in world.log if entry[2] in hidden and entry[3] in ("open", "join", "exchange")]
 
@@ -404,7 +397,7 @@ async def test_a_compressor_may_take_several_phases(seed: int) -> None:
     world.on_message = strike
     tasks = start(peers, 4)
     await all_done(tasks[:3])
-    require_equal(peers, 4)
+    require_equal_steps(peers, 4)
     assert left[0] > 0 and all(size >= 3 for peer in peers[:3] for size in peer.groups.values())
     assert [float(each.count) for each in compressors[:3]] == [4.0] * 3
 
@@ -419,7 +412,7 @@ async def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None
     odd.peer.gossip.tell(urgent=True)
     await asyncio.sleep(2.0)
     await all_done(start(peers, 4))
-    require_equal([peers[0], peers[2]], 4)
+    require_equal_steps([peers[0], peers[2]], 4)
     assert torch.equal(odd.history[4], peers[0].history[4])
 
 
@@ -428,7 +421,7 @@ async def test_many_peers(count: int) -> None:
     world = World()
     peers = await enter_all(world, count, target=5 * count, size=2 * count)
     await all_done(start(peers, 3))
-    require_equal(peers, 3)
+    require_equal_steps(peers, 3)
     assert {size for peer in peers for size in peer.groups.values()} == {count}
 
 

@@ -57,7 +57,11 @@ class _Alone:
 
 
 class _Local:
-    """The part of ``RemoteModelMixin`` that guesses, without its refusals."""
+    """The part of ``RemoteModelMixin`` that guesses, without its refusals.
+
+    ``_sample`` only asks what the mixin's asks. With a draft it is the client's loop over tokens, and without one that
+    of transformers, which says what the text has to be.
+    """
 
     speculation = Speculation(None)
     _family = SimpleNamespace(cache_argument=cache_argument_of(LlamaForCausalLM.forward))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from tests.unit.client.transport.test_grpc_calls import FakeCall
 from tests.unit.support import run, server_record, until
 from tests.worlds.servers import Answering
 from tests.worlds.virtual_time import run_virtually
@@ -28,37 +29,6 @@ LARGE = torch.randn(1, 3, 2**18)  # travels in two further parts
 OPENED = pb.SessionReply(opened=pb.Opened(tokens_left=100, max_step_tokens=64))
 NUMBER = 7  # of the hop
 DEFAULTS = Timeouts()
-
-
-class FakeCall:
-    """The stream to a server that gives the answers it is told to, then ends with a status."""
-
-    def __init__(self, replies: Iterable[pb.SessionReply], code: grpc.StatusCode = grpc.StatusCode.OK) -> None:
-        self.written: list[pb.SessionRequest] = []
-        self.cancelled = False
-        self._replies = iter(replies)
-        self._code = code
-
-    async def write(self, request: pb.SessionRequest) -> None:
-        self.written.append(request)
-
-    async def read(self) -> pb.SessionReply | object:
-        return next(self._replies, grpc.aio.EOF)
-
-    async def code(self) -> grpc.StatusCode:
-        return self._code
-
-    async def details(self) -> str:
-        return "details"
-
-    async def done_writing(self) -> None:
-        pass
-
-    def add_done_callback(self, _callback: object) -> None:
-        """gRPC says here what it does not say later; this call says it always."""
-
-    def cancel(self) -> None:
-        self.cancelled = True
 
 
 class SilentCall(FakeCall):
@@ -117,7 +87,7 @@ class TestOpening:
         ],
     )
     def test_refused(self, status: grpc.StatusCode, error: type[PeerError]) -> None:
-        with pytest.raises(error, match="details") as caught:
+        with pytest.raises(error, match="why") as caught:
             run(hop_session(FakeCall([], status)).open(pb.Open(), timeout_s=5))
         assert type(caught.value) is error
         assert_of_the_peer(caught.value)

@@ -22,7 +22,7 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import rank
 from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.unit.training.ledger.members import MODERATOR, NOW, ORGANISER
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
+from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, require_equal, simulate
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -53,13 +53,6 @@ async def train(peer: SimulatedPeer, loss_of: LossOf, until: Moment) -> None:
 
 def start(peers: list[SimulatedPeer], loss_of: LossOf, until: Moment) -> list[asyncio.Task[Any]]:
     return [peer.spawn(train(peer, loss_of, until)) for peer in peers]
-
-
-def require_equal(peers: list[SimulatedPeer]) -> None:
-    """At all moments that several of them have come to."""
-    for moment in {moment for peer in peers for moment in peer.moments}:
-        there = [peer.moments[moment] for peer in peers if moment in peer.moments]
-        assert all(torch.equal(there[0], other) for other in there), moment
 
 
 def require_gone_back(peers: list[SimulatedPeer], to: Moment, before: Moment) -> None:
