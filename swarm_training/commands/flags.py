@@ -12,7 +12,6 @@ from typing import Literal
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import add_command, add_common_flags
 from swarm_training.contract.backend import Joining
-from swarm_training.core.config import TrainingConfig, checkpoints_needed
 from swarm_training.data.order import DataShard
 from swarm_training.reports.reporter import EXPECTED
 from swarm_training.runfile.settings import RunFile
@@ -90,7 +89,7 @@ def joining_as(
     from swarm_protocol.net.identity import Identity, locked_key_file
 
     own = Identity.load_or_create(identity) if identity is not None else None
-    peers, config = tuple(initial_peers), config_of(file)
+    peers, config = tuple(initial_peers), file.peer_config
     join = partial(Joining, file.run.name, file.run.target_batch_size, peers, averaging=file.averaging, config=config)
     if not file.tokens.organiser:
         if membership is not None:
@@ -105,24 +104,6 @@ def joining_as(
     if locks and membership is not None and credentials.identity is not None:
         own = Identity(credentials.identity.private_key, locked_key_file(membership))
     return join(own, organiser, credentials.token)
-
-
-def config_of(file: RunFile) -> TrainingConfig:
-    """Return the settings of a peer with the whole model."""
-    every, averaging = file.run.checkpoint_every, file.averaging
-    return TrainingConfig(
-        codec=averaging.codec,
-        aggregation=averaging.aggregation,
-        delay=averaging.delay,
-        max_samples=averaging.max_samples,
-        straggler_s=averaging.straggler_s or TrainingConfig.straggler_s,
-        max_norm=file.clip.max_norm,
-        average_decay=file.optimizer.average_decay,
-        restart_wait_s=file.run.restart_wait_s,
-        checkpoint_every=every,
-        checkpoints_kept=checkpoints_needed(every, file.rollback) if every else TrainingConfig.checkpoints_kept,
-        rollback=file.rollback,
-    )
 
 
 def parse_part(text: str) -> DataShard:

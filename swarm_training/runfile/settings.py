@@ -9,7 +9,14 @@ from math import cos, pi
 from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.checks import require, require_one_of
-from swarm_training.core.config import EvaluationPolicy, RollbackPolicy, check_average_decay, check_max_norm
+from swarm_training.core.config import (
+    EvaluationPolicy,
+    RollbackPolicy,
+    TrainingConfig,
+    check_average_decay,
+    check_max_norm,
+    checkpoints_needed,
+)
 from swarm_training.data.settings import DataSettings
 from swarm_training.runfile.stage_settings import StageSettings
 
@@ -279,6 +286,24 @@ class RunFile:
                 f"batch_size of [local] is {self.local.batch_size}: expected at most the target_batch_size of [run], "
                 f"which is {self.run.target_batch_size}"
             )
+
+    @property
+    def peer_config(self) -> TrainingConfig:
+        """Return the settings of a peer that has the whole model, without the policy of evaluations."""
+        averaging = self.averaging
+        return TrainingConfig(
+            codec=averaging.codec,
+            aggregation=averaging.aggregation,
+            delay=averaging.delay,
+            max_samples=averaging.max_samples,
+            straggler_s=averaging.straggler_s or TrainingConfig.straggler_s,
+            max_norm=self.clip.max_norm,
+            average_decay=self.optimizer.average_decay,
+            restart_wait_s=self.run.restart_wait_s,
+            checkpoint_every=self.run.checkpoint_every,
+            checkpoints_kept=checkpoints_needed(self.run.checkpoint_every, self.rollback),
+            rollback=self.rollback,
+        )
 
     def _check_evaluation(self) -> None:
         own, data = self.evaluation, self.data

@@ -17,7 +17,7 @@ from swarm_training.commands.building import build_blocks, build_held_out, build
 from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.core.config import TrainingConfig, checkpoints_needed
+from swarm_training.core.config import TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.evaluation.policy import MOST_SPARED
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
@@ -91,19 +91,15 @@ def require_same_count(file: RunFile) -> None:
 def training_config(file: RunFile, **where: Any) -> TrainingConfig:
     """Return a peer's settings. ``where``: addresses and ports. Raises SwarmError if temporary files have no room."""
     codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
-    lasting, needed = lasting_directory(file), checkpoints_needed(file.run.checkpoint_every, file.rollback)
-    return TrainingConfig(
+    config, lasting = file.peer_config, lasting_directory(file)
+    return replace(
+        config,
         counting="exact",
         codec=codec,
-        max_norm=file.clip.max_norm,
-        average_decay=file.optimizer.average_decay,
         presume_gone_s=PRESUME_GONE_S,
-        straggler_s=file.averaging.straggler_s or TrainingConfig.straggler_s,
-        checkpoint_every=file.run.checkpoint_every,
-        checkpoints_kept=max(needed, file.run.keep) if lasting else needed,
+        checkpoints_kept=max(config.checkpoints_kept, file.run.keep) if lasting else config.checkpoints_kept,
         checkpoint_directory=None if lasting else scratch_directory(),
         lasting_directory=lasting,
-        rollback=file.rollback,
         evaluation=file.evaluation.policy,
         **where,
     )

@@ -24,7 +24,6 @@ from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import BatchSizeLimits, Trial
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
-from swarm_training.commands.flags import config_of
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import RollbackPolicy
@@ -323,7 +322,7 @@ def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatc
         optimizer = torch.optim.SGD(model.parameters())
         local = LocalSteps(optimizer) if has_local_steps else None
         averaging = AveragingSettings(straggler_s=own, delay=has_local_steps)
-        config = config_of(replace(file, averaging=averaging))
+        config = replace(file, averaging=averaging).peer_config
         who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, config=config, local=local)
         open_run(who, list(model.parameters()), optimizer)
         config = opened["config"]
