@@ -112,7 +112,8 @@ class LightningRunCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pl_module.log("run_step", float(self._run.num_steps))
-        if self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps:
+        is_over = self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps
+        if is_over or self._run.reason_of_end:
             trainer.should_stop = True
 
     def _give_share(self) -> None:

@@ -20,7 +20,10 @@ class LocalRun:
     Attributes:
         stop_after: sets ``stopping`` at this global step.
         goes_back: from a global step to another, once.
+        ends_at: a global step at which the run ends for all.
     """
+
+    ends_at: int | None = None
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class LocalRun:
         self._losses = 0.0
 
     def step(self, samples: int, loss: float | None = None) -> None:
-        assert not self.is_closed
+        assert not self.is_closed and not self.reason_of_end
         self.shares.append(samples)
         self._samples += samples
         self._losses += samples * (loss or 0.0)
@@ -76,6 +79,8 @@ class LocalRun:
             if self._goes_back is not None and self.num_steps == self._goes_back[0]:
                 self.num_rollbacks, self.num_steps, self._goes_back = 1, self._goes_back[1], None
                 self.went_back_to = self.num_steps
+            if self.num_steps == self.ends_at:
+                self.reason_of_end = "it falls no more"
             if self.num_steps == self._stop_after:
                 self.stopping.set()
 

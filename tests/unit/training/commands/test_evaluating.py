@@ -63,14 +63,11 @@ class EvaluatedRun(LocalRun):
     """Its losses on held-out data become known one step after the step that they belong to."""
 
     losses: Mapping[int, float] = {}
-    ends_at: int | None = None
 
     def step(self, samples: int, loss: float | None = None) -> None:
         super().step(samples, loss)
         known = (step for step in self.losses if step < self.num_steps)
         self.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), self.losses[step], 7) for step in known)
-        if self.num_steps == self.ends_at:
-            self.reason_of_end = "it falls no more"
 
 
 def joined(file: RunFile, losses: Mapping[int, float], ends_at: int | None = None) -> tuple[list[str], EvaluatedRun]:

@@ -56,11 +56,17 @@ def stock(count: int = 48, **changes: Any) -> Module:
 
 
 def together(
-    target: int, count: int = 48, max_run_steps: int | None = None, max_norm: float = 0.0, **changes: Any
+    target: int,
+    count: int = 48,
+    max_run_steps: int | None = None,
+    max_norm: float = 0.0,
+    ends_at: int | None = None,
+    **changes: Any,
 ) -> tuple[Module, LocalRun]:
     model = Model()
     optimizer = adamw(model)
     run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm)
+    run.ends_at = ends_at
     callback = LightningRunCallback(run, optimizer, max_run_steps)
     module = Module(model, lambda: callback.optimizers)
     trainer = fit(module, [callback], count, **changes)
@@ -98,6 +104,11 @@ def test_a_run_that_accumulates_is_accumulation_with_the_average_clipped() -> No
 def test_a_short_last_batch_weighs_as_much_as_it_has_and_it_ends_with_the_run() -> None:
     _, run = together(target=10, count=10, max_run_steps=2, max_steps=100)
     assert run.shares == [4, 4, 2, 4, 4, 2] and run.num_steps == 2
+
+
+def test_it_ends_with_a_run_that_ends_for_all() -> None:
+    _, run = together(target=8, ends_at=2, max_steps=100)
+    assert run.shares == [4] * 4 and run.reason_of_end
 
 
 def test_a_batch_may_be_nested() -> None:
