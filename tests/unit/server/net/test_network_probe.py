@@ -1,6 +1,4 @@
-"""How many bytes per second a server finds that pass, in virtual time: over lines from slow to fast, near and far; and
-how many servers it asks for that.
-"""
+"""What a server finds of the ways to others, in virtual time: bytes per second, who is near, who is gone."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ from unittest.mock import patch
 import grpc
 import pytest
 
-from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_server.net.network_probe import MAX_ANNOUNCED, MeasuredLink, NetworkProbe
+from swarm_server.net.network_probe import MAX_ANNOUNCED, MeasuredLink, NetworkProbe, may_follow
 from tests.unit.support import server_record
 from tests.worlds.virtual_time import run_virtually
 
@@ -48,16 +46,35 @@ class Line:
         return pb.EchoReply()
 
 
-def measured(line: Line, rounds: int = 1) -> NetworkProbe:
+class Lines:
+    """To others by their names; nobody else answers. ``asked``: the names, in each round."""
+
+    def __init__(self, **lines: Line) -> None:
+        self.lines, self.asked = lines, [set[str]()]
+
+    async def stub(self, server: ServerRecord) -> Line:
+        self.asked[-1].add(server.peer_id)
+        if server.peer_id not in self.lines:
+            raise PeerUnavailable("gone")
+        return self.lines[server.peer_id]
+
+
+def measured(line: Line | Lines, rounds: int = 1, view: SwarmView = VIEW, own: ServerRecord = OWN) -> NetworkProbe:
     async def story() -> NetworkProbe:
         probe = NetworkProbe(line)  # type: ignore[arg-type]
         loop: Any = asyncio.get_running_loop()
         with patch.object(time, "perf_counter", loop.time):
             for _ in range(rounds):
-                await probe.measure(VIEW, OWN)
+                await probe.measure(view, own)
         return probe
 
     return run_virtually(story())
+
+
+def living(view: SwarmView, own: ServerRecord | None, lines: Lines) -> list[str]:
+    """Whom a server believes to be there."""
+    probe = NetworkProbe(lines)  # type: ignore[arg-type]
+    return [record.peer_id for record in run_virtually(probe.living(view, own)).servers]
 
 
 @pytest.mark.parametrize("rtt_s", [0.001, 0.3])
@@ -92,27 +109,59 @@ def test_who_does_not_answer_says_nothing() -> None:
     assert measured(line).bytes_per_s == 0
 
 
+def test_the_last_server_still_measures_how_many_bytes_pass() -> None:
+    probe = measured(Line(10 * MBIT), own=OTHER)
+    assert probe.rtts_s == {} and probe.bytes_per_s == pytest.approx(10 * MBIT, rel=1e-3)
+
+
+def test_the_nearest_are_announced() -> None:
+    near = {f"near{number}": Line(MBIT) for number in range(MAX_ANNOUNCED)}
+    lines = Lines(far=Line(MBIT, rtt_s=0.1), **near)
+    view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines.lines)))
+    assert set(measured(lines, rounds=3, view=view).rtts_s) == near.keys()
+
+
 @pytest.mark.run_by(function=run_virtually)
 async def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
     """All have their turn, and a nearer one is found; each takes a connection meanwhile."""
-    lines = {f"other{number}": Line(100 * MBIT, rtt_s=0.1) for number in range(40)}
-    lines["other7"].rtt_s = 0.01
-    asked: list[set[str]] = []
-
-    class Lines:
-        async def stub(self, server: ServerRecord) -> Line:
-            asked[-1].add(server.peer_id)
-            return lines[server.peer_id]
-
-    probe = NetworkProbe(Lines())  # type: ignore[arg-type]
-    view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines)))
+    lines = Lines(**{f"other{number}": Line(100 * MBIT, rtt_s=0.1) for number in range(40)})
+    lines.lines["other7"].rtt_s = 0.01
+    probe = NetworkProbe(lines)  # type: ignore[arg-type]
+    view = SwarmView((OWN, *(server_record(name, "4:8") for name in lines.lines)))
     loop: Any = asyncio.get_running_loop()
     with patch.object(time, "perf_counter", loop.time):
-        while not asked or set().union(*asked) < set(lines):
-            asked.append(set())
+        while set().union(*lines.asked) < lines.lines.keys():
+            lines.asked.append(set())
             await probe.measure(view, OWN)
-    assert max(map(len, asked[1:])) == MAX_ANNOUNCED + 2
+    assert max(map(len, lines.asked[2:])) == MAX_ANNOUNCED + 2
     assert min(probe.rtts_s, key=probe.rtts_s.__getitem__) == "other7"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ("0:3", "3:6", True),
+        ("0:3", "2:6", True),
+        ("0:3", "4:6", False),  # a block is between
+        ("0:3", "0:3", False),
+        ("3:6", "0:3", False),
+        ("0:3", "0:6", True),
+    ],
+)
+def test_who_may_come_next(own: str, other: str, expected: bool) -> None:
+    assert may_follow(server_record("own", own), server_record("other", other)) is expected
+
+
+def test_of_many_those_are_asked_first_without_whom_blocks_may_be_missing() -> None:
+    crowd = [server_record(f"dead{number}", "0:4") for number in range(100)]
+    found = living(SwarmView((*crowd, server_record("last", "4:8"), OTHER)), OTHER, Lines())
+    assert "last" not in found and "other" in found
+    assert 60 < len(found) < 80  # some of the crowd have been found out
+
+
+def test_those_that_do_not_serve_yet_are_not_asked() -> None:
+    joining = server_record("joining", "4:8", state=ServerState.JOINING)
+    assert living(SwarmView((OWN, joining)), None, Lines(own=Line(MBIT))) == ["own", "joining"]
 
 
 def test_links_to_near_servers_have_the_shortest_of_several_round_trips() -> None:
