@@ -30,6 +30,8 @@ def write_gguf(
 ) -> dict[str, torch.Tensor]:
     """Writes a zoo member, its matrices in this type of ggml; returns what is to be read, by transformers' names.
 
+    Biases, which are zero in a new model, are random.
+
     With several shards, ``path`` is the directory, and they are ``tiny-00001-of-….gguf``.
     """
     import gguf
@@ -38,6 +40,8 @@ def write_gguf(
     config = make_config(name, **overrides)
     save_checkpoint(name, path.parent / "whole", max_shard_size="1GB", **overrides)
     state = load_file(path.parent / "whole" / "model.safetensors")
+    drawn = torch.Generator().manual_seed(0)
+    state |= {full: torch.randn(len(bias), generator=drawn) for full, bias in state.items() if full.endswith(".bias")}
     arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gemma2": gguf.MODEL_ARCH.GEMMA2}[
         name
     ]

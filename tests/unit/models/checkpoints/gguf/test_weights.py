@@ -18,8 +18,10 @@ from swarm_models.checkpoints.gguf.header import TYPES, GgufHeader, read_header
 from swarm_models.checkpoints.gguf.rope import missing_rope
 from swarm_models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarm_models.checkpoints.gguf.weights import _dequantize, _read_config
+from swarm_models.checkpoints.hollow_model import load_whole_model
 from swarm_protocol.errors import CheckpointError, UnsupportedModel
 from swarm_server.blocks.block_loading import load_block
+from tests.zoo import make_config
 
 gguf = pytest.importorskip("gguf")  # the extra of that name
 
@@ -75,6 +77,19 @@ def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     unlike = {"dtype": None, "quantization_config": None}  # how it is stored, not what it computes
     assert checkpoint.config.to_dict() | unlike == whole.config.to_dict() | unlike
     assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_id) == (1, 2)
+
+
+def test_a_llama_with_biases_computes_what_its_weights_do_in_transformers(tmp_path: Path) -> None:
+    """The converter puts the biases of queries and keys, too, into the order of its rotary embeddings."""
+    path, options = tmp_path / "tiny.gguf", {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
+    expected = write_gguf(path, type="Q8_0", **options)
+    assert_equal(read_all(path), expected)
+    local = AutoModelForCausalLM.from_config(make_config("llama", **options)).eval()
+    local.load_state_dict(expected)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        found, logits = load_whole_model(ModelCheckpoint.open(path))(ids).logits, local(ids).logits
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
 
 
 @pytest.mark.parametrize("type", [name for name, block, _ in TYPES.values() if block > 1])
