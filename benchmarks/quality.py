@@ -9,7 +9,8 @@ The text is Python documentation that the shipped model was not trained on. Bloc
 does, and computed with in this process; embeddings and head are in float32. A greedy token agrees if the quantised
 model finds the same token most likely after the same text. Weights are packed in a format by rounding to the nearest,
 and compared with their own dequantised ones. A calibrated model is compared with the one that it is made of. For types
-of GGUF, whose readers have tests of their own, the dequantised weights are stored.
+of GGUF, whose readers have tests of their own, the dequantised weights are stored. A matrix whose rows the blocks of a
+type do not divide is in the type that llama.cpp takes instead.
 """
 
 from __future__ import annotations
@@ -48,15 +49,24 @@ CPU = torch.device("cpu")
 QUANTS = ("int8", "int4")
 PERPLEXITY = {"int8": 1.001, "int4": 1.05}  # beside float32, at most
 BITS = {"int4": 5.0}  # for each quantised weight, with scales, at most
-GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # that the package gguf can write
+GGUF_TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"),  # that the package gguf can write
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
 
 
 def gguf_weight(weight: torch.Tensor, kind: str) -> published.Packed:
     """Return the weight as a GGUF file of this type gives it, dequantised to float32."""
     import gguf
+    from k_quants import OTHERWISE, ROUND, SHARED
 
-    ggml = gguf.GGMLQuantizationType[kind]
-    found = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), ggml), ggml).copy())
+    if weight.shape[1] % SHARED:
+        kind = OTHERWISE.get(kind, kind)
+    if kind in ROUND:
+        found = ROUND[kind](weight)
+    else:
+        ggml = gguf.GGMLQuantizationType[kind]
+        found = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), ggml), ggml).copy())
     return {".weight": found}, found
 
 
@@ -90,29 +100,39 @@ class Measured:
     """How one model predicts the text.
 
     Attributes:
+        nats: [tokens], minus the logarithm of the probability that the text's token has at each position.
         greedy: [tokens], the most likely next token at each position.
         loading_s: of the blocks, for 100 million weights, on one thread.
     """
 
-    perplexity: float
+    nats: torch.Tensor
     greedy: torch.Tensor
     bits: float
     loading_s: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats.double().mean())
+
+    def ratio(self, other: Measured) -> tuple[float, float]:
+        """How many times the perplexity of the other, and the standard error of that, from the differences by token."""
+        differences = (self.nats - other.nats).double()
+        ratio = math.exp(differences.mean())
+        return ratio, ratio * differences.std().item() / math.sqrt(len(differences))
 
 
 def measure(path: Path, quant: str, windows: torch.Tensor) -> Measured:
     """windows: [n, WINDOW] tokens."""
     model, report, loading_s = load(path, quant)
-    nats, greedy = 0.0, []
+    nats, greedy = [], []
     with torch.inference_mode():
         for window in windows:
             logits = model(window[None], use_cache=False).logits[0, :-1]
-            nats += F.cross_entropy(logits, window[1:]).item() / len(windows)
+            nats.append(F.cross_entropy(logits, window[1:], reduction="none"))
             greedy.append(logits.argmax(-1))
     params = max(1, report.quantised_params)
-    return Measured(
-        math.exp(nats), torch.cat(greedy), 8 * report.quantised_bytes / params, loading_s / params * 100_000_000
-    )
+    bits = 8 * report.quantised_bytes / params
+    return Measured(torch.cat(nats), torch.cat(greedy), bits, loading_s / params * 100_000_000)
 
 
 def load(path: Path, quant: str) -> tuple[PreTrainedModel, Report, float]:
@@ -171,8 +191,8 @@ def rows_of(
     exact = exact or measure(path, "none", windows)
     for quant in quants:
         found = measure(path, quant, windows)
-        what, ratio = f"{name}, {quant}", found.perplexity / exact.perplexity
-        beside = {"beside": exact.perplexity, "ratio": ratio}
+        what, (ratio, error) = f"{name}, {quant}", found.ratio(exact)
+        beside = {"beside": exact.perplexity, "ratio": ratio, "standard_error": error}
         yield json_row(f"{what}: perplexity", found.perplexity, PERPLEXITY[quant], **beside, at_most=True)
         yield json_row(f"{what}: greedy tokens that agree", (found.greedy == exact.greedy).double().mean().item())
         yield json_row(f"{what}: bits per weight", found.bits, BITS.get(quant), at_most=True)
@@ -210,7 +230,9 @@ def main() -> None:
     windows = text_windows(args.model, 512 if args.quick else args.tokens)
     rows = []
     for row in all_rows(args, windows):
-        beside = "" if row["beside"] is None else f", float32 {row['beside']:.4f}, {row['ratio'] - 1:+.2%}"
+        beside = ""
+        if row["beside"] is not None:
+            beside = f", float32 {row['beside']:.4f}, {row['ratio'] - 1:+.2%} ± {row['standard_error']:.2%}"
         target = "" if row["met"] is None else f"; target {row['target']}, met: {row['met']}"
         print(f"{row['name']}: {row['measured']:.4f}{beside}{target}", flush=True)
         rows.append(row)
