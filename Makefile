@@ -93,6 +93,8 @@ test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest -m browser -rs tests/browser
 
 screenshots: $(VENV)/.installed
+	$(SMALL_CHAT_MODEL)
+	$(call installed,/usr/bin/chromium,chromium)
 	$(BIN)/python -m tests.browser.screenshots docs/images
 
 bench: $(VENV)/.installed
