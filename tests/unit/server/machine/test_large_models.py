@@ -17,7 +17,28 @@ PAGE = Path(__file__).parents[4] / "docs/how-to/models.md"
 QUANTS = ("int8", "int4", "none")
 LATENT = dict(q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
 
-# The published sizes, with as few layers as have a block of each kind.
+# The published sizes.
+DEEPSEEK = dict(
+    LATENT,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    first_k_dense_replace=3,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    n_routed_experts=256,
+    n_shared_experts=1,
+)
+LLAMA4 = dict(
+    hidden_size=5120,
+    intermediate_size=8192,
+    intermediate_size_mlp=16384,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-120b": (
         "gpt_oss",
@@ -31,21 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             num_local_experts=128,
         ),
     ),
-    "DeepSeek-V3": (
-        "deepseek_v3",
-        dict(
-            LATENT,
-            hidden_size=7168,
-            intermediate_size=18432,
-            moe_intermediate_size=2048,
-            num_hidden_layers=61,
-            first_k_dense_replace=3,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            n_routed_experts=256,
-            n_shared_experts=1,
-        ),
-    ),
+    "DeepSeek-V3": ("deepseek_v3", DEEPSEEK),
+    "DeepSeek-V3.2": ("deepseek_v32", dict(DEEPSEEK, index_n_heads=64, index_head_dim=128)),
     "Kimi-K2": (
         "deepseek_v3",
         dict(
@@ -76,6 +84,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts=128,
         ),
     ),
+    "Llama-4-Scout": ("llama4_text", dict(LLAMA4, num_local_experts=16, interleave_moe_layer_step=1)),
+    "Llama-4-Maverick": ("llama4_text", dict(LLAMA4, num_local_experts=128, interleave_moe_layer_step=2)),
     "GLM-4.6": (
         "glm4_moe",
         dict(
