@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor, Plain
-from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.error_feedback import ChunkPlace, ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.optim.lamb import LAMB
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
@@ -122,11 +122,12 @@ class Group:
             encoded = [self._codec.encode(vector) for vector in vectors]
             mean = torch.stack([self._codec.decode(data, n) for data in encoded]).mean(0)
             return self._codec.decode(self._codec.encode(mean), n)
-        encoded = [feedback.encode(0, vector) for feedback, vector in zip(self._there, vectors, strict=True)]
+        place = ChunkPlace("gradient", 0, n)
+        encoded = [feedback.encode(place, vector) for feedback, vector in zip(self._there, vectors, strict=True)]
         mean = torch.stack([self._codec.decode(data, n) for data in encoded]).mean(0)
-        result = self._codec.decode(self._back.encode(0, mean), n)
+        result = self._codec.decode(self._back.encode(place, mean), n)
         for feedback in (*self._there, self._back):
-            feedback.commit()
+            feedback.commit({place})
         return result
 
     def average(self, compressors: list[Compressor], gradients: list[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +81,7 @@ class DirectAttempt:
         self._tasks: list[asyncio.Task[None]] = []
         self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}  # not settled yet
         self._outcomes = Outcomes(self.own)
+        self._counted: dict[int, Collection[int]] = {}
         for number in self.own:
             self._settle(number)
 
@@ -108,6 +109,10 @@ class DirectAttempt:
         """Wait for the encoded mean of a chunk, and return it; None if no part has arrived."""
         return await self._outcomes.of(number)
 
+    def counted(self, number: int) -> Collection[int]:
+        """Return the members whose parts are in the mean of a chunk, which ``mean_of`` has returned."""
+        return self._counted[number]
+
     def _sum_of(self, weights: Mapping[int, float], num_micro_batches: int) -> ChunkSum | ExactSum | ChunkClip:
         if num_micro_batches:
             return ExactSum(weights, num_micro_batches)
@@ -119,6 +124,7 @@ class DirectAttempt:
         if not chunk_sum.is_done:
             return
         del self._sums[number]
+        self._counted[number] = chunk_sum.counted
         if isinstance(chunk_sum, ChunkClip):
             self._tasks.append(asyncio.ensure_future(self._clip(number, chunk_sum)))
         else:

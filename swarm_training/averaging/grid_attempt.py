@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -62,6 +62,7 @@ class GridAttempt:
         self._ready = {number: asyncio.Event() for number in self.own}
         self._finals = {number: ChunkSum(self._weights) for number in self.own if chunks[number].owner == me}
         self._outcomes = Outcomes(self.own)
+        self._counted: dict[int, set[int]] = {number: set() for number in self.own}
         for number in self.own:
             self._advance(number)
         for member in gone:
@@ -83,8 +84,11 @@ class GridAttempt:
         self._sums[number].put(member, part)
         self._advance(number)
 
-    def put_row(self, number: int, member: int, mean: Tensor | None, weight: float) -> None:
-        """Take the mean of another row from its row owner; None if no part has arrived there.
+    def put_row(
+        self, number: int, member: int, mean: Tensor | None, weight: float, counted: Collection[int] | None = None
+    ) -> None:
+        """Take the mean of another row from its row owner; None if no part has arrived there. ``counted``: the members
+        whose parts are in it; None: it is not known, and all members of the row are taken for counted.
 
         Raises:
             ValueError: the weight is impossible for that row.
@@ -94,6 +98,7 @@ class GridAttempt:
             self._finals[number].leave_out(row)
         elif 0 < weight <= self._weights.get(row, 0.0):
             self._finals[number].put(row, mean, weight)
+            self._counted[number].update(self._grid.rows[row] if counted is None else counted)
         else:
             raise ValueError("the mean of a row has a weight that is not possible")
         self._settle(number)
@@ -103,13 +108,23 @@ class GridAttempt:
         await self._ready[number].wait()
         return self._sums[number].mean, self._sums[number].weight
 
+    def counted_in_row(self, number: int) -> Collection[int]:
+        """Return the members of this member's row whose parts are in its mean, which ``row_mean`` has returned."""
+        return self._sums[number].counted
+
     async def mean_of(self, number: int) -> bytes | None:
         """Wait for the encoded mean of a chunk, and return it; None if the chunk is lost."""
         return await self._outcomes.of(number)
 
-    def take(self, number: int, mean: bytes) -> None:
-        """Take the encoded mean from the owner of the chunk."""
-        self._outcomes.settle(number, lambda: mean)
+    def counted(self, number: int) -> Collection[int]:
+        """Return the members of all rows whose parts are in the mean of a chunk, which ``mean_of`` has returned."""
+        return self._counted[number]
+
+    def take(self, number: int, mean: bytes, counted: Collection[int]) -> None:
+        """Take the encoded mean from the owner of the chunk, and the members whose parts are in it."""
+        if number not in self._outcomes:
+            self._counted[number].update(counted)
+            self._outcomes.settle(number, lambda: mean)
 
     def leave_out(self, member: int) -> None:
         """Stop waiting for the parts or row means of this member."""
@@ -163,6 +178,7 @@ class GridAttempt:
                 self._finals[number].leave_out(self._row)
             else:
                 self._finals[number].put(self._row, row_sum.mean, row_sum.weight)
+                self._counted[number].update(row_sum.counted)
             self._settle(number)
 
     def _settle(self, number: int) -> None:

@@ -7,7 +7,7 @@ get the same bits under any codec. A large group makes the first attempt on a gr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.process.routine import end_tasks
-from swarm_training.averaging.attempt import DirectAttempt, Encode, InThread
+from swarm_training.averaging.attempt import DirectAttempt, InThread
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import Codec
-from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.error_feedback import ChunkPlace, ErrorFeedback
+from swarm_training.core.bitmap import contains, fits, from_bits, to_bits
 from swarm_training.core.network import MessageStream, Network, ReduceStream
 from swarm_training.pb import training_pb2 as pb
 
@@ -74,9 +75,12 @@ class AveragingRound:
         self._network = network
         self._me = me
         self.vector = vector
+        self._length, self._num_members = len(vector), len(group.members)
         self._codec, self._encoder = coding.codec, coding.encoder
         self._clipping = clipping
         self._dropped: set[int] = set()
+        self._counted: dict[int, bytes] = {}  # by result: the members whose parts are in it, one bit for each
+        self._settled: set[ChunkPlace] = set()
         self._attempts: list[DirectAttempt | GridAttempt] = []
         self._opened = asyncio.Condition()
         self._exchanges: dict[int, asyncio.Task[None]] = {}  # by owner
@@ -84,6 +88,12 @@ class AveragingRound:
     @property
     def is_complete(self) -> bool:
         return len(self.results) == len(self.chunks)
+
+    @property
+    def settled(self) -> set[ChunkPlace]:
+        """Return the places of the chunks of this member that are in the results, as the chunks' owners report."""
+        parts = (number for number, counted in self._counted.items() if contains(counted, self._me))
+        return {self._place("part", number) for number in parts} | self._settled
 
     async def mean(self) -> Tensor:
         """Return the mean, [n] in the vector's type; all results must be there. Streams stay alive meanwhile."""
@@ -97,6 +107,7 @@ class AveragingRound:
     def take_over(self, earlier: AveragingRound) -> None:
         """Take over the results of an earlier round of another group."""
         self.results = dict(earlier.results)
+        self._settled = earlier.settled
 
     def forget_vector(self) -> None:
         """Free the vector: it is not added up again, and only results, which take as much memory, are requested."""
@@ -118,7 +129,7 @@ class AveragingRound:
             return
         weights = {number: member.weight for number, member in enumerate(self.group.members) if member.weight}
         grid = Grid.of(self.group.layout)
-        attempt = GridAttempt(grid, self._me, self.chunks, weights, self._dropped, self._mean_encoder())
+        attempt = GridAttempt(grid, self._me, self.chunks, weights, self._dropped, partial(self._encode, "mean"))
         await self._try(attempt)
         self.broken |= attempt.late
 
@@ -129,10 +140,12 @@ class AveragingRound:
             ValueError: an argument names a chunk or a member that does not exist.
         """
         for number, member in (*fetch.items(), *redo.items()):
-            if number >= len(self.chunks) or member >= len(self.group.members):
+            if number >= len(self.chunks) or member >= self._num_members:
                 raise ValueError("a plan names a chunk or a member that does not exist")
         for number in redo:
             self.results.pop(number, None)
+            self._counted.pop(number, None)
+            self._settled -= {self._place(what, number) for what in ("part", "row", "mean")}
         wanted: dict[int, list[int]] = {}
         for number, member in fetch.items():
             if number not in self.results and member != self._me:
@@ -152,7 +165,7 @@ class AveragingRound:
                 data = await attempt.mean_of(chunk)
                 if data is None:
                     continue  # no part has arrived for the chunk, or it is lost
-                await stream.send(pb.Chunk(index=chunk, data=data))
+                await stream.send(pb.Chunk(index=chunk, data=data, counted=self._bits(attempt.counted(chunk))))
                 self.bytes_sent += len(data)
             await stream.finish()
         finally:
@@ -163,7 +176,7 @@ class AveragingRound:
             data = self.results.get(number)
             if data is not None:
                 self.bytes_sent += len(data)
-                yield pb.Chunk(index=number, data=data)
+                yield pb.Chunk(index=number, data=data, counted=self._counted.get(number, b""))
 
     def _flat(self, owners: Mapping[int, int]) -> DirectAttempt:
         """Return an attempt without a grid at the chunks in ``owners``, by their owners."""
@@ -171,7 +184,8 @@ class AveragingRound:
         num_micro_batches = self.group.num_micro_batches
         if not num_micro_batches:
             weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
-        attempt = DirectAttempt(owners, self._me, weights, self._mean_encoder(), self._clipping, num_micro_batches)
+        encode = partial(self._encode, "mean")
+        attempt = DirectAttempt(owners, self._me, weights, encode, self._clipping, num_micro_batches)
         for member in self._dropped if num_micro_batches else ():  # there is no mean without them
             attempt.leave_out(member)
         return attempt
@@ -193,7 +207,7 @@ class AveragingRound:
         try:
             for number in attempt.own:
                 await asyncio.sleep(0)  # streams stay alive: a lone owner adds up the whole vector
-                attempt.put(number, self._me, self._part(number))
+                attempt.put(number, self._me, self._own_part(number))
             loop = asyncio.get_running_loop()
             timers += [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
             await asyncio.wait(tasks, timeout=_GIVE_UP * self.group.deadline_s)
@@ -208,6 +222,7 @@ class AveragingRound:
             data = await attempt.mean_of(number)
             if data is not None:
                 self.results[number] = data
+                self._counted[number] = self._bits(attempt.counted(number))
 
     async def _exchange(self, target: int, attempt: DirectAttempt | GridAttempt, index: int) -> None:
         """Send this member's parts or row means of the target's chunks, and receive the means."""
@@ -218,7 +233,7 @@ class AveragingRound:
             async with self._network.reduce(self.group.members[target].record) as stream:
                 await stream.send(pb.ReduceRequest(open=opening))
                 if across is None:
-                    sending = asyncio.create_task(self._send_parts(stream, numbers, index))
+                    sending = asyncio.create_task(self._send_parts(stream, numbers))
                 else:
                     sending = asyncio.create_task(self._send_rows(stream, numbers, across))
                 try:
@@ -228,7 +243,8 @@ class AveragingRound:
                             break
                         self._take_mean(message, numbers)
                         if across is not None:
-                            across.take(message.index, message.data)
+                            counted = from_bits(self._counted[message.index], self._num_members)
+                            across.take(message.index, message.data, counted)
                 finally:
                     await _end([sending])
         except (PeerUnavailable, RequestRejected):
@@ -237,10 +253,10 @@ class AveragingRound:
             if across is not None:
                 across.close(target)
 
-    async def _send_parts(self, stream: ReduceStream, numbers: Sequence[int], attempt: int) -> None:
+    async def _send_parts(self, stream: ReduceStream, numbers: Sequence[int]) -> None:
         with suppress(PeerUnavailable):  # the task that reads the stream notices too
             for number in numbers if self.group.members[self._me].weight else ():
-                data = self._encode("part", number, self._part(number), is_first=attempt == 0)
+                data = self._encode("part", number, self._part(number))
                 await stream.send(pb.ReduceRequest(chunk=pb.Chunk(index=number, data=data)))
                 self.bytes_sent += len(data)
             await stream.finish()
@@ -249,8 +265,9 @@ class AveragingRound:
         with suppress(PeerUnavailable):
             for number in numbers:
                 mean, weight = await attempt.row_mean(number)
-                data = b"" if mean is None else self._encode("row", number, mean, is_first=True)
-                row = pb.RowMean(chunk=pb.Chunk(index=number, data=data), weight=weight)
+                data = b"" if mean is None else self._encode("row", number, mean)
+                counted = self._bits(attempt.counted_in_row(number))
+                row = pb.RowMean(chunk=pb.Chunk(index=number, data=data, counted=counted), weight=weight)
                 await stream.send(pb.ReduceRequest(row=row))
                 self.bytes_sent += len(data)
             await stream.finish()
@@ -258,7 +275,12 @@ class AveragingRound:
     def _take_mean(self, message: pb.Chunk, numbers: Iterable[int]) -> None:
         if message.index not in numbers or len(message.data) != self._size_bytes(message.index):
             raise RequestRejected("the owner has answered with another chunk, or with one of another size")
+        if message.counted and not fits(message.counted, self._num_members):
+            raise RequestRejected("the owner has counted members that the group does not have")
         self.results[message.index] = message.data
+        # Older peers do not say which parts they counted. The result of an earlier group counts nothing of this one.
+        unknown = () if self.group.continues else range(self._num_members)
+        self._counted[message.index] = message.counted or self._bits(unknown)
         self.bytes_received += len(message.data)
 
     async def _take_parts(
@@ -276,7 +298,8 @@ class AveragingRound:
                     attempt.put(chunk.index, member, self._decode(chunk))
                 else:
                     weight = message.row.weight
-                    across.put_row(chunk.index, member, self._decode(chunk) if weight else None, weight)
+                    counted = from_bits(chunk.counted, self._num_members) if chunk.counted else None
+                    across.put_row(chunk.index, member, self._decode(chunk) if weight else None, weight, counted)
         except (PeerUnavailable, ValueError):
             return  # the parts received so far count
         finally:
@@ -300,16 +323,25 @@ class AveragingRound:
     def _decode(self, chunk: pb.Chunk) -> Tensor:
         return self._codec.decode(chunk.data, self.chunks[chunk.index].stop - self.chunks[chunk.index].start)
 
-    def _mean_encoder(self) -> Encode:
-        """Return the function that encodes means in the next attempt."""
-        return partial(self._encode, "mean", is_first=not self._attempts)
+    def _own_part(self, number: int) -> Tensor:
+        """Return the part of a chunk that this member adds up itself, without a codec."""
+        part = self._part(number)
+        return part if self._encoder is None else self._encoder.whole(self._place("part", number), part)
 
-    def _encode(self, what: str, number: int, vector: Tensor, is_first: bool) -> bytes:
-        """Encode a vector. The loss is remembered in the first attempt only, not when data are sent again."""
-        if self._encoder is None or not is_first:
+    def _encode(self, what: str, number: int, vector: Tensor) -> bytes:
+        """Encode a ``part``, or the mean of a ``row`` or of all members, which is the result unless it is redone."""
+        if self._encoder is None:
             return self._codec.encode(vector)
-        chunk = self.chunks[number]
-        return self._encoder.encode(f"{what}/{self.phase}/{chunk.start}:{chunk.stop}", vector)
+        place = self._place(what, number)
+        if what != "part":
+            self._settled.add(place)
+        return self._encoder.encode(place, vector)
+
+    def _place(self, what: str, number: int) -> ChunkPlace:
+        return ChunkPlace(f"{what}/{self.phase}", self.chunks[number].start, self._length)
+
+    def _bits(self, members: Collection[int]) -> bytes:
+        return to_bits(members, self._num_members)
 
 
 def _across(attempt: DirectAttempt | GridAttempt, member: int) -> GridAttempt | None:

@@ -20,10 +20,12 @@ class _AwaitedParts:
 
     Attributes:
         missing: the members whose parts are still expected.
+        counted: the members whose parts are in the sum.
     """
 
     def __init__(self, members: Collection[int]) -> None:
         self.missing = set(members)
+        self.counted: set[int] = set()
 
     @property
     def is_done(self) -> bool:
@@ -32,6 +34,14 @@ class _AwaitedParts:
     def leave_out(self, member: int) -> None:
         """Stop waiting for this member."""
         self.missing.discard(member)
+
+    def _counts(self, member: int) -> bool:
+        """Return whether a part of this member, which has arrived, is expected. If it is, it counts from now on."""
+        if member not in self.missing:
+            return False
+        self.missing.remove(member)
+        self.counted.add(member)
+        return True
 
 
 class ChunkSum(_AwaitedParts):
@@ -64,8 +74,7 @@ class ChunkSum(_AwaitedParts):
 
     def put(self, member: int, part: Tensor, weight: float | None = None) -> None:
         """Take a member's part, unless it is not or no longer expected. ``weight``: given if less than expected."""
-        if member in self.missing:
-            self.missing.remove(member)
+        if self._counts(member):
             self._early[member] = part, self._weights[member] if weight is None else weight
             self._advance()
 
@@ -100,9 +109,8 @@ class ExactSum(_AwaitedParts):
 
     def put(self, member: int, part: Tensor) -> None:
         """Take a member's part, unless it is not or no longer expected."""
-        if member not in self.missing:
+        if not self._counts(member):
             return
-        self.missing.remove(member)
         self._early[member] = part
         while self._waiting and self._waiting[0] in self._early:
             part = self._early.pop(self._waiting.pop(0))
@@ -133,8 +141,7 @@ class ChunkClip(_AwaitedParts):
 
     def put(self, member: int, part: Tensor) -> None:
         """Take a member's part, unless it is not or no longer expected."""
-        if member in self.missing:
-            self.missing.remove(member)
+        if self._counts(member):
             self._parts[member] = part
 
     def clipped(self) -> Tensor | None:
@@ -142,6 +149,7 @@ class ChunkClip(_AwaitedParts):
         finite. This is slow, and frees the parts."""
         parts, self._parts = self._parts, {}
         finite = [member for member in sorted(parts) if bool(parts[member].isfinite().all())]
+        self.counted.intersection_update(finite)
         if not finite:
             return None
         stacked = torch.stack([parts.pop(member) for member in finite])

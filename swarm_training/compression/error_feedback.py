@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,30 +11,53 @@ from torch import Tensor
 from swarm_training.compression.codecs import Codec
 
 
-class ErrorFeedback:
-    """An encoder that adds to each vector what was lost of its predecessor.
+class ChunkPlace(NamedTuple):
+    """The place of a chunk: the elements from ``start`` on of a vector of ``length`` elements. ``what``: names the
+    vector, whose successors in later rounds have the same name."""
 
-    Vectors with the same key, such as their place in the gradient, succeed each other. The memory changes in ``commit``
-    alone: a key that is encoded again in the same round, for another peer, starts from the same errors.
+    what: str
+    start: int
+    length: int
+
+
+class ErrorFeedback:
+    """An encoder that adds to each chunk what was lost of the same elements before.
+
+    The errors change in ``commit`` alone, for the chunks that were counted. A chunk that is encoded again in the same
+    round, for another peer, starts from the same errors. Errors belong to elements, so that rounds may cut a vector
+    differently.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._errors: dict[Hashable, Tensor] = {}
-        self._pending: dict[Hashable, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}  # by the vector's name: [length]
+        self._pending: dict[ChunkPlace, Tensor] = {}
 
-    def encode(self, key: Hashable, vector: Tensor) -> bytes:
-        """Encode a vector, [n] float32, plus its error. Errors of another length, or not finite, are dropped."""
-        error = self._errors.get(key)
-        corrected = vector if error is None or error.shape != vector.shape else vector + error.to(vector.device)
+    def encode(self, place: ChunkPlace, chunk: Tensor) -> bytes:
+        """Encode a chunk, [n] float32, plus its error. Errors that are not finite are dropped."""
+        corrected = self._corrected(place, chunk)
         data = self.codec.encode(corrected)
         lost = corrected.detach().cpu() - self.codec.decode(data, corrected.numel())
-        self._pending[key] = torch.where(lost.isfinite(), lost, 0.0)
+        self._pending[place] = torch.where(lost.isfinite(), lost, 0.0)
         return data
 
-    def commit(self) -> None:
-        """Remember the losses of the round, which succeeded."""
-        self._errors |= self._pending
+    def whole(self, place: ChunkPlace, chunk: Tensor) -> Tensor:
+        """Return a chunk, [n] float32, plus its error, for a sum that takes it without encoding: nothing is lost."""
+        corrected = self._corrected(place, chunk)
+        if corrected is not chunk:
+            self._pending[place] = torch.zeros(len(chunk), dtype=chunk.dtype)
+        return corrected
+
+    def commit(self, counted: Collection[ChunkPlace]) -> None:
+        """Remember what the round, which succeeded, has lost of the chunks in ``counted``. The errors of all other
+        chunks stay."""
+        for place, lost in self._pending.items():
+            if place not in counted:
+                continue
+            errors = self._errors.get(place.what)
+            if errors is None or len(errors) != place.length:
+                errors = self._errors[place.what] = torch.zeros(place.length, dtype=lost.dtype)
+            errors[place.start : place.start + len(lost)] = lost
         self._pending = {}
 
     def forget(self) -> None:
@@ -43,3 +67,9 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """Discard the losses of the round, which failed."""
         self._pending = {}
+
+    def _corrected(self, place: ChunkPlace, chunk: Tensor) -> Tensor:
+        errors = self._errors.get(place.what)
+        if errors is None or len(errors) != place.length:
+            return chunk
+        return chunk + errors[place.start : place.start + len(chunk)].to(chunk.device)

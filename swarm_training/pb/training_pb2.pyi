@@ -373,12 +373,14 @@ class ReduceOpen(_message.Message):
     def __init__(self, group: _Optional[str] = ..., phase: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "data")
+    __slots__ = ("index", "data", "counted")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     index: int
     data: bytes
-    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    counted: bytes
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., counted: _Optional[bytes] = ...) -> None: ...
 
 class RowMean(_message.Message):
     __slots__ = ("chunk", "weight")

@@ -176,10 +176,10 @@ class Averager:
 
     def stepped(self, averaged: Averaged) -> tuple[int, int]:
         """Record that the average was applied. Return the bytes that this peer has sent and received for it."""
-        if self._compression.encoder is not None:
-            self._compression.encoder.commit()
-        self._usual_s = smoothed(self._usual_s, averaged.seconds)
         phases = self._rounds.of(averaged.group.id)
+        if self._compression.encoder is not None:
+            self._compression.encoder.commit({place for each in phases for place in each.settled})
+        self._usual_s = smoothed(self._usual_s, averaged.seconds)
         return sum(each.bytes_sent for each in phases), sum(each.bytes_received for each in phases)
 
     def took_over_state(self) -> None:

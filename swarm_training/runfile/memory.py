@@ -22,7 +22,8 @@ def volunteer_parts(file: RunFile, model: nn.Module) -> dict[str, int]:
     other = sum(each.nbytes for each in (*frozen, *model.buffers()))
     vector = WEIGHT_BYTES * trained
     averaging, local = file.averaging, file.local
-    loses = averaging.error_feedback or averaging.power_sgd_rank > 0
+    # Of error feedback: the errors of parts and of means, and those of an average that has not ended yet.
+    errors = 3 if averaging.error_feedback else 2 if averaging.power_sgd_rank else 0
     return {
         "weights": vector + other,
         "optimizer": int(STATE_BYTES[file.optimizer.name] * trained),
@@ -31,7 +32,7 @@ def volunteer_parts(file: RunFile, model: nn.Module) -> dict[str, int]:
         "the weights that all share": vector if local.batch_size else 0,
         "the outer optimizer": vector if local.batch_size and local.outer_momentum else 0,
         "sum of gradients": vector,
-        "errors of encoding": 2 * vector if loses else 0,
+        "errors of encoding": errors * vector,
         "last result": vector,
         "while it averages": (3 if averaging.delay else 2) * vector,
         "weights of an evaluation": vector if file.evaluation.every else 0,

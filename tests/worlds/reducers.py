@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ class Reducer:
     async def reduce(self, caller: str, stream: Any) -> None:
         opening = (await stream.receive()).open
         await self.round.serve_reduce(self.round.group.peer_ids.index(caller), opening.attempt, stream)
+
+    async def fetch(self, _caller: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
+        for chunk in self.round.serve_fetch(request.chunks):
+            yield chunk
 
 
 def make_round(

@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Hashable
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ from swarm_training.averaging.grid import Grid, needs_grid
 from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import codec_of
-from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.error_feedback import ChunkPlace, ErrorFeedback
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.record import Progress
 from swarm_training.core.signing import MAX_RECORD_BYTES, sign
@@ -227,8 +226,9 @@ def test_what_int8_loses_on_either_level_comes_later() -> None:
             await asyncio.gather(*(reducer.round.first_attempt() for reducer in reducers))
             assert all(reducer.round.results == reducers[0].round.results for reducer in reducers)
             total += (await reducers[0].round.mean()).double()
-            for encoder in filter(None, encoders):
-                encoder.commit()
+            for encoder, reducer in zip(encoders, reducers, strict=True):
+                if encoder is not None:
+                    encoder.commit(reducer.round.settled)
         return float((total / steps - exact).square().mean().sqrt())
 
     def with_feedback(kinds: tuple[str, ...]) -> float:
@@ -246,8 +246,8 @@ class Feedback(ErrorFeedback):
         super().__init__(codec_of("int8"))
         self._kinds = kinds
 
-    def encode(self, key: Hashable, vector: torch.Tensor) -> bytes:
-        return super().encode(key, vector) if str(key).startswith(self._kinds) else self.codec.encode(vector)
+    def encode(self, place: ChunkPlace, chunk: torch.Tensor) -> bytes:
+        return super().encode(place, chunk) if place.what.startswith(self._kinds) else self.codec.encode(chunk)
 
 
 def test_the_error_after_the_first_level_is_that_of_the_theorem() -> None:
