@@ -275,12 +275,15 @@ class RunFile:
                     "last bits from machine to machine"
                 )
             return
-        for name, value in (
-            ("count of [stages]", self.stages.count),
-            ("power_sgd_rank of [averaging]", self.averaging.power_sgd_rank),
-        ):
-            if value:
-                raise ValueError(f"{name} is {value}: expected 0, since it cannot be combined with [local]")
+        if self.stages.count:
+            raise ValueError(
+                f"count of [stages] is {self.stages.count}: expected 0 with [local], since local steps would give the "
+                "peers of a stage different weights, and these peers must be able to stand in for one another"
+            )
+        if rank := self.averaging.power_sgd_rank:
+            raise ValueError(
+                f"power_sgd_rank of [averaging] is {rank}: expected 0, since it cannot be combined with [local]"
+            )
         if self.local.batch_size > self.run.target_batch_size:
             raise ValueError(
                 f"batch_size of [local] is {self.local.batch_size}: expected at most the target_batch_size of [run], "

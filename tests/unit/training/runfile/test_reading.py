@@ -99,7 +99,7 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
         ),
         (
             text(local="batch_size = 8", stages="count = 2"),
-            r"count of \[stages\] is 2: expected 0, since it cannot be combined with \[local\]",
+            r"count of \[stages\] is 2: expected 0 with \[local\], since local steps would give the peers of a",
         ),
         (
             text(local="batch_size = 8", averaging="power_sgd_rank = 4"),
