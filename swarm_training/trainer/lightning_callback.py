@@ -78,9 +78,10 @@ class LightningRunCallback(Callback):
                 f"{self._run.max_norm}, since the run clips the average of all peers by its norm"
             )
         trainer.gradient_clip_val = None
-        if trainer.precision == "16-mixed":
+        if trainer.precision in ("16-mixed", "16-true"):
             raise ValueError(
-                "precision is 16-mixed: expected bf16-mixed or 32-true, since a scaler drops shares that others count"
+                f"precision is {trainer.precision}: expected bf16-mixed or 32-true, since fp16 needs a scaler, which "
+                "drops shares that others count"
             )
         if trainer.world_size > 1:
             raise ValueError(
@@ -113,8 +114,7 @@ class LightningRunCallback(Callback):
     ) -> None:
         pl_module.log("run_step", float(self._run.num_steps))
         is_over = self._max_run_steps is not None and self._run.num_steps >= self._max_run_steps
-        if is_over or self._run.reason_of_end:
-            trainer.should_stop = True
+        trainer.should_stop = trainer.should_stop or is_over or bool(self._run.reason_of_end)
 
     def _give_share(self) -> None:
         samples, self._samples = self._samples, 0

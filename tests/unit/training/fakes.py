@@ -19,11 +19,9 @@ class LocalRun:
 
     Attributes:
         stop_after: sets ``stopping`` at this global step.
+        ends_at: ends at this global step, as if the loss on held-out data had stopped falling.
         goes_back: from a global step to another, once.
-        ends_at: a global step at which the run ends for all.
     """
-
-    ends_at: int | None = None
 
     def __init__(
         self,
@@ -33,6 +31,7 @@ class LocalRun:
         stop_after: int | None = None,
         goes_back: tuple[int, int] | None = None,
         max_norm: float = 0.0,
+        ends_at: int | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._optimizer = optimizer
@@ -41,6 +40,7 @@ class LocalRun:
         self._samples = 0
         self._stop_after = stop_after
         self._goes_back = goes_back
+        self._ends_at = ends_at
         self.max_norm = max_norm
         self.stopping = threading.Event()
         self.num_steps = self.num_rollbacks = self.went_back_to = 0
@@ -79,7 +79,7 @@ class LocalRun:
             if self._goes_back is not None and self.num_steps == self._goes_back[0]:
                 self.num_rollbacks, self.num_steps, self._goes_back = 1, self._goes_back[1], None
                 self.went_back_to = self.num_steps
-            if self.num_steps == self.ends_at:
+            if self.num_steps == self._ends_at:
                 self.reason_of_end = "it falls no more"
             if self.num_steps == self._stop_after:
                 self.stopping.set()

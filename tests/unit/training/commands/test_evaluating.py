@@ -75,8 +75,8 @@ def joined(file: RunFile, losses: Mapping[int, float], ends_at: int | None = Non
     said: list[str] = []
 
     def open_it(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        runs.append(EvaluatedRun(parameters, optimizer, TARGET))
-        runs[0].losses, runs[0].ends_at = losses, ends_at
+        runs.append(EvaluatedRun(parameters, optimizer, TARGET, ends_at=ends_at))
+        runs[0].losses = losses
         return runs[0]
 
     setup, own = prepared(file, said)

@@ -81,8 +81,7 @@ def together(
 ) -> tuple[Trainer, LocalRun]:
     model = Model()
     optimizer = adamw(model)
-    run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm)
-    run.ends_at = ends_at
+    run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm, ends_at=ends_at)
     callback = TrainingRunCallback(run, optimizer, max_run_steps)
     trainer = Trainer(
         model,
@@ -176,11 +175,10 @@ def test_the_rate_that_is_logged_is_the_runs(tmp_path: Path) -> None:
     assert losses(trainer, "learning_rate")[-1] == 0.0125
 
 
-def test_it_ends_with_the_run(tmp_path: Path) -> None:
-    trainer, run = together(tmp_path, target=8, max_run_steps=3)
+@pytest.mark.parametrize("end", ["max_run_steps", "ends_at"])
+def test_it_ends_with_the_run(end: str, tmp_path: Path) -> None:
+    trainer, run = together(tmp_path, target=8, **{end: 3})
     assert run.num_steps == 3 and trainer.state.global_step == 6
-    trainer, run = together(tmp_path, target=8, ends_at=2)
-    assert run.reason_of_end and trainer.state.global_step == 4
 
 
 def test_what_contradicts_a_run_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from tests.unit.training.trainer.test_callback import Model, adamw, rows
 lightning = pytest.importorskip(
     "lightning.pytorch", reason='lightning is not installed: pip install "swarm-lm[lightning]"'
 )
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision  # noqa: E402
+
 from swarm_training.trainer.lightning_callback import LightningRunCallback, batch_size_of  # noqa: E402
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -65,8 +67,7 @@ def together(
 ) -> tuple[Module, LocalRun]:
     model = Model()
     optimizer = adamw(model)
-    run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm)
-    run.ends_at = ends_at
+    run = LocalRun(list(model.parameters()), optimizer, target, max_norm=max_norm, ends_at=ends_at)
     callback = LightningRunCallback(run, optimizer, max_run_steps)
     module = Module(model, lambda: callback.optimizers)
     trainer = fit(module, [callback], count, **changes)
@@ -106,9 +107,9 @@ def test_a_short_last_batch_weighs_as_much_as_it_has_and_it_ends_with_the_run() 
     assert run.shares == [4, 4, 2, 4, 4, 2] and run.num_steps == 2
 
 
-def test_it_ends_with_a_run_that_ends_for_all() -> None:
+def test_it_ends_when_the_run_has_ended_for_all() -> None:
     _, run = together(target=8, ends_at=2, max_steps=100)
-    assert run.shares == [4] * 4 and run.reason_of_end
+    assert run.shares == [4] * 4 and run.num_steps == 2
 
 
 def test_a_batch_may_be_nested() -> None:
@@ -127,6 +128,14 @@ def test_a_batch_may_be_nested() -> None:
 def test_what_contradicts_a_run_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         together(target=4, max_norm=0.1, **changes)
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "16-true"])
+def test_fp16_is_refused(name: str) -> None:
+    """By a plugin, since Lightning itself takes bf16 for fp16 on a CPU."""
+    plugin = MixedPrecision(name, "cpu") if name == "16-mixed" else HalfPrecision(name)
+    with pytest.raises(ValueError, match=f"precision is {name}: expected bf16-mixed or 32-true, since fp16 needs a"):
+        together(target=4, plugins=[plugin])
 
 
 def test_a_checkpoint_of_its_own_and_an_optimizer_of_its_own_are_refused(tmp_path: Path) -> None:
