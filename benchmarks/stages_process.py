@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_protocol.net.identity import Identity
-from swarm_training.contract.backend import Joining
+from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.building import BuiltStage, build, build_micro_batches, stage_source
@@ -55,8 +55,9 @@ def peer(run_file: Path, stage: int | None, call_s: float, initial_peers: list[s
 
     file = read_run_file(run_file)
     serving.build = paced_build
-    who = Joining(file.run.name, file.run.target_batch_size, tuple(initial_peers), Identity.generate())
-    asyncio.run(serving.serve(file, who, stage, say, pace=PACE, host="127.0.0.1"))
+    common = file.run.name, file.run.target_batch_size, tuple(initial_peers), Identity.generate()
+    who = Joining(*common, address=PeerAddress("127.0.0.1"))
+    asyncio.run(serving.serve(file, who, stage, say, pace=PACE))
 
 
 def local(run_file: Path, steps: int) -> None:

@@ -21,10 +21,12 @@ from swarm_protocol.process.config_file import Parsers, apply_config, leaves
 from swarm_protocol.process.invocation import run_command
 from swarm_protocol.size import parse_size
 from swarm_training.commands.flags import (
+    add_address_flags,
     add_export_flags,
     add_joining_flags,
     add_report_flag,
     add_run_command,
+    address_of,
     joining,
     parse_batch_size,
     parse_part,
@@ -67,6 +69,8 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     join.add_argument("--batch-size", metavar="N|auto", help="samples to compute at once; else as in the run file")
     join.add_argument("--part", metavar="K/N", help="part of the data to read, if peers divide them")
     join.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, xpu or mps")
+    add_address_flags(join)
+    join.add_argument("--client-mode", action="store_true", help="nobody can call this machine; it calls others")
     add_report_flag(join)
 
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
@@ -158,8 +162,10 @@ def _init(args: argparse.Namespace) -> Command:
 
 def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
+    address = address_of(args)
+    who = partial(joining, args, file, "TRAINER", locks=True)
     if file.stages.count:
-        return join_staged(_required(stages), args, file, joining(args, file, "TRAINER", locks=True))
+        return join_staged(_required(stages), args, file, dataclasses.replace(who(), address=address))
     require_unstaged(args)
     if args.batch_size is not None:
         size = parse_batch_size(args.batch_size)
@@ -168,7 +174,7 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
     part = None if args.part is None else parse_part(args.part)
     targets = [parse_report(text) for text in args.report]
     memory_bytes = None if args.memory is None else parse_size(args.memory)
-    who = joining(args, file, "TRAINER", locks=True)
+    member = dataclasses.replace(who(), address=address, client_mode=args.client_mode)
 
     def run() -> None:
         from swarm_training.commands.joining import prepare, take_part
@@ -176,10 +182,10 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
         signals.unwind_on_signals()
         say = partial(print, flush=True)
         with closing(open_reports(targets, file.run.name)) as reports:
-            setup = prepare(file, who, part, args.device, say, memory_bytes)
+            setup = prepare(file, member, part, args.device, say, memory_bytes)
             if targets:
                 setup = dataclasses.replace(setup, reports=reports)
-            take_part(setup, who, backend.open_run, threading.Event(), say)
+            take_part(setup, member, backend.open_run, threading.Event(), say)
 
     return run
 

@@ -36,7 +36,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     from swarm_training import RunOptions, TrainingRun
     from swarm_training.compression.building import build_compressor, build_encoder
 
-    config = who.config
+    config = dataclasses.replace(who.config, **dataclasses.asdict(who.address), client_mode=who.client_mode)
     if who.local is not None and not who.averaging.straggler_s:
         config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)
     if config.checkpoint_every:

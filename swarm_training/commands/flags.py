@@ -11,7 +11,7 @@ from typing import Literal
 
 from swarm_protocol.dht.addresses import check_peer
 from swarm_protocol.process.invocation import add_command, add_common_flags
-from swarm_training.contract.backend import Joining
+from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.data.order import DataShard
 from swarm_training.reports.reporter import EXPECTED
 from swarm_training.runfile.settings import RunFile
@@ -43,6 +43,29 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--membership", type=Path, metavar="FILE", help="membership from the organiser of a private run")
     add("--identity", type=Path, metavar="FILE", help="this peer's key, created if it is missing; by default a new key")
+
+
+def add_address_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", metavar="ADDRESS", help="address to listen on; else that of the route to the peers, or loopback")
+    add("--port", type=int, default=0, help="port of the service; 0: any free port")
+    add("--dht-port", type=int, default=0, help="port of the DHT; 0: any free port")
+    add("--announce-host", metavar="ADDRESS", help="address at which others reach this machine")
+
+
+def address_of(args: argparse.Namespace) -> PeerAddress:
+    """Return the address that the flags say. Raises ValueError if a port is none, or one is missing."""
+    require_ports(args)
+    if args.announce_host is not None and not args.dht_port:
+        raise ValueError(f"--announce-host is {args.announce_host!r}: expected --dht-port with it, for others to call")
+    return PeerAddress(args.host, args.port, args.dht_port, args.announce_host)
+
+
+def require_ports(args: argparse.Namespace) -> None:
+    """Raise ValueError if a port is none."""
+    for name in ("port", "dht_port"):
+        if not 0 <= getattr(args, name) < 1 << 16:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
 
 
 def add_report_flag(parser: argparse.ArgumentParser) -> None:

@@ -49,11 +49,14 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
     for name, value in (("--batch-size", args.batch_size), ("--part", args.part)):
         if value is not None:
             raise ValueError(f"{name} is not for a run in stages: its run file says what is in a batch")
+    if args.client_mode:
+        raise ValueError("--client-mode is not for a run in stages: trainers call the peers of stages")
     if args.role == STAGE:
         return stages.hold(file, who, args.blocks, args.device, args.memory, reports)
-    for name, value in (("--blocks", args.blocks), ("--memory", args.memory)):
-        if value is not None:
-            raise ValueError(f"{name} is for --as {STAGE}: a trainer holds no part of the model")
+    for name in ("blocks", "memory", "host", "port", "dht_port", "announce_host"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is for --as {STAGE}: a trainer holds no part of the model, and nobody calls it")
     if not args.initial_peers:
         raise ValueError("--initial-peers is missing: expected members of the run, since a trainer holds no part of it")
     return stages.train(file, who, reports)

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class PeerAddress:
+    """The addresses and ports by which others reach a peer; ``TrainingConfig`` explains the fields."""
+
+    host: str | None = None
+    port: int = 0
+    dht_port: int = 0
+    announce_host: str | None = None
+
+
+@dataclass(frozen=True)
 class Joining:
     """The identity, peers and settings with which a peer joins a run.
 
@@ -38,6 +48,7 @@ class Joining:
         resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
         local: the steps that this peer takes between two global steps; None: there are none.
         evaluation: the evaluation on held-out data; None: there is none.
+        client_mode: whether nobody can call this peer, so that it calls others.
     """
 
     run: str
@@ -51,6 +62,8 @@ class Joining:
     resumed_at: Moment | None = None
     local: LocalSteps | None = None
     evaluation: Evaluation | None = None
+    address: PeerAddress = PeerAddress()
+    client_mode: bool = False
 
     def membership(self) -> RunMembership:
         """Return the identity and the peers with which the process enters the network."""

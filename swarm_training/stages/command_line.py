@@ -9,10 +9,17 @@ from pathlib import Path
 
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import run_command
-from swarm_training.commands.flags import add_export_flags, add_joining_flags, add_run_command, joining
+from swarm_training.commands.flags import (
+    add_address_flags,
+    add_export_flags,
+    add_joining_flags,
+    add_run_command,
+    address_of,
+    joining,
+)
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.front import Command, export, hold, require_ports, train
+from swarm_training.stages.front import Command, export, hold, train
 
 _PROG = "python -m swarm_training.stages"
 
@@ -31,10 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     serve.add_argument("--stage", type=int, metavar="K", help="stage to hold, from 0 on; else where the run is slowest")
     serve.add_argument("--device", default="cpu", help="auto, cpu, cuda, cuda:1 or xpu")
     serve.add_argument("--memory", metavar="SIZE", help="memory that the process may take, such as 4GiB")
-    serve.add_argument("--host", metavar="ADDRESS", help="address to listen on; else that of the route to the peers")
-    serve.add_argument("--port", type=int, default=0, help="port of the service; 0: any free port")
-    serve.add_argument("--dht-port", type=int, default=0, help="port of the DHT; 0: any free port")
-    serve.add_argument("--announce-host", metavar="ADDRESS", help="address at which others reach this machine")
+    add_address_flags(serve)
     serve.add_argument(
         "--then-serve",
         type=Path,
@@ -71,13 +75,11 @@ def _serve(args: argparse.Namespace) -> Command:
     file = _file(args)
     if args.stage is not None and not 0 <= args.stage < file.stages.count:
         raise ValueError(f"--stage is {args.stage}: expected 0 to {file.stages.count - 1}")
-    require_ports(args)
-    where = {name: getattr(args, name) for name in ("host", "port", "dht_port", "announce_host")}
-    who = joining(args, file, "TRAINER", locks=True)
+    who = dataclasses.replace(joining(args, file, "TRAINER", locks=True), address=address_of(args))
     if args.steps is not None and (args.then_serve is None or args.steps < 1):
         raise ValueError(f"--steps is {args.steps}: expected at least 1, and --then-serve")
     then = None if args.then_serve is None else after_last_step(file, args.then_serve, args.steps, args.quant)
-    return hold(file, who, args.stage, args.device, args.memory, afterwards=then, **where)
+    return hold(file, who, args.stage, args.device, args.memory, afterwards=then)
 
 
 def _trainer(args: argparse.Namespace) -> Command:

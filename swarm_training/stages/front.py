@@ -26,7 +26,8 @@ say = partial(print, flush=True)
 def serve_stage(args: argparse.Namespace) -> Command:
     """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
     from swarm_protocol.net.hosts import split_address
-    from swarm_training.commands.flags import joining_as
+    from swarm_training.commands.flags import joining_as, require_ports
+    from swarm_training.contract.backend import PeerAddress
     from swarm_training.reports.reporter import parse_report
     from swarm_training.runfile.reading import read_run_file
     from swarm_training.stages.commands.building import require_stages
@@ -46,19 +47,12 @@ def serve_stage(args: argparse.Namespace) -> Command:
             )
         announced = host
     who = joining_as("TRAINER", file, args.initial_peers, args.membership, args.identity, locks=True)
-    where = {"host": args.host, "port": args.port, "dht_port": args.dht_port, "announce_host": announced}
+    who = replace(who, address=PeerAddress(args.host, args.port, args.dht_port, announced))
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     reports = [parse_report(text) for text in args.report]
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)
     options = {"stays": stays, "afterwards": afterwards}
-    return _until_stopped(_hold_blocks(file, who, blocks, args.device, args.memory, reports, **options, **where))
-
-
-def require_ports(args: argparse.Namespace) -> None:
-    """Raise ValueError if a port is none."""
-    for name in ("port", "dht_port"):
-        if not 0 <= getattr(args, name) < 1 << 16:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+    return _until_stopped(_hold_blocks(file, who, blocks, args.device, args.memory, reports, **options))
 
 
 def _hold_blocks(

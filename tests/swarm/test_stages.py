@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.net.identity import Identity
-from swarm_training.contract.backend import Joining
+from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.contract.views import RunView
 from swarm_training.runfile.reading import parse_run_file
 from swarm_training.runfile.settings import RunFile
@@ -124,8 +124,9 @@ async def serving(
         if "--initial-peers " in line and not joined.done():
             joined.set_result(line.split("--initial-peers ")[1].split()[0])
 
-    who = Joining(file.run.name, file.run.target_batch_size, initial_peers, Identity.generate())
-    task = asyncio.ensure_future(serve(file, who, index, say, host="127.0.0.1", stays=pace is None, pace=pace))
+    common = file.run.name, file.run.target_batch_size, initial_peers, Identity.generate()
+    who = Joining(*common, address=PeerAddress("127.0.0.1"))
+    task = asyncio.ensure_future(serve(file, who, index, say, stays=pace is None, pace=pace))
     try:
         await asyncio.wait([task, joined], return_when=asyncio.FIRST_COMPLETED)
         yield task.result() or "" if task.done() else joined.result()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 import torch
@@ -17,6 +16,7 @@ from swarm_training.commands.building import build_blocks, build_held_out, build
 from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
+from swarm_training.contract.backend import PeerAddress
 from swarm_training.core.config import TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.evaluation.policy import MOST_SPARED
@@ -88,8 +88,10 @@ def require_same_count(file: RunFile) -> None:
         )
 
 
-def training_config(file: RunFile, **where: Any) -> TrainingConfig:
-    """Return a peer's settings. ``where``: addresses and ports. Raises SwarmError if temporary files have no room."""
+def training_config(file: RunFile, address: PeerAddress | None = None) -> TrainingConfig:
+    """Return a peer's settings. ``address``: how others reach it; None: as ``TrainingConfig`` has it by default.
+
+    Raises SwarmError if temporary files have no room."""
     codec = "fp64" if file.stages.sums == "fp64" else file.averaging.codec
     config, lasting = file.peer_config, lasting_directory(file)
     return replace(
@@ -101,7 +103,7 @@ def training_config(file: RunFile, **where: Any) -> TrainingConfig:
         checkpoint_directory=None if lasting else scratch_directory(),
         lasting_directory=lasting,
         evaluation=file.evaluation.policy,
-        **where,
+        **asdict(address or PeerAddress()),
     )
 
 

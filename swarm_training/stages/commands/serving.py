@@ -76,7 +76,6 @@ async def serve(
     afterwards: Afterwards | None = None,
     memory_bytes: int | None = None,
     reports: StepReports | None = None,
-    **where: Any,
 ) -> None:
     """Hold a stage until cancelled, and then leave the run.
 
@@ -84,7 +83,6 @@ async def serve(
     given stage; else it moves to another when that helps. ``afterwards``: the plan after the last step, when the
     process serves the trained blocks; the peer stays in the run then, for peers that come late. ``memory_bytes``: the
     memory that the process may take, see ``room_of``. ``reports``: where the numbers of each step go; None: nowhere.
-    ``where``: addresses and ports, see ``TrainingConfig``.
 
     Raises:
         ValueError: there is no such stage, model or address, or no room for the stage; or the other peers train another
@@ -95,7 +93,7 @@ async def serve(
     """
     place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
     require_same_count(file)
-    config, member = training_config(file, **where), who.membership()
+    config, member = training_config(file, who.address), who.membership()
     source = await asyncio.to_thread(stage_source, file)
     may_be_last = index in (None, file.stages.count - 1) or not stays
     held_out = await asyncio.to_thread(held_out_samples, file) if may_be_last else None

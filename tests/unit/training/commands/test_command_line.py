@@ -27,7 +27,7 @@ from swarm_training import command_line, volunteering
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.contract.backend import Backend, Joining
+from swarm_training.contract.backend import Backend, Joining, PeerAddress
 from swarm_training.contract.views import HeldOutView, PeerView, RunView
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.data.order import DataShard
@@ -228,7 +228,10 @@ def test_a_run_is_joined_as_the_flags_say(
     again = ["join", str(path), "--membership", str(member), "--batch-size", "auto"]
     assert "is in use by another process of this machine" in failing(again, capsys)[1]
     who.identity.lock.close()
-    command_line.main([*again, "--memory", "1GiB"], Network().backend())
+    where = ["--host", "192.0.2.1", "--port", "1", "--dht-port", "2", "--announce-host", "home.example"]
+    command_line.main([*again, "--memory", "1GiB", *where, "--client-mode"], Network().backend())
+    assert (who.address, who.client_mode) == (PeerAddress(), False)
+    assert calls[1][1].address == PeerAddress("192.0.2.1", 1, 2, "home.example") and calls[1][1].client_mode
     assert calls[1][-1] == 1 << 30 and calls[0][-1] is None
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
 

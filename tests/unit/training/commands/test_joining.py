@@ -25,7 +25,7 @@ from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import BatchSizeLimits, Trial
 from swarm_training.commands.building import build_model, build_optimizer, build_tokenizer
 from swarm_training.compression.settings import AveragingSettings
-from swarm_training.contract.backend import Joining
+from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
@@ -316,6 +316,11 @@ def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatc
     opened: dict[str, Any] = {}
     monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
     model = torch.nn.Linear(2, 2)
+    where = PeerAddress("192.0.2.1", 1, 2, "192.0.2.2")
+    who = Joining("run", TARGET, (), IDENTITY, address=where, client_mode=True)
+    open_run(who, list(model.parameters()), torch.optim.SGD(model.parameters()))
+    config = opened["config"]
+    assert PeerAddress(config.host, config.port, config.dht_port, config.announce_host) == where and config.client_mode
     file = replace(file, clip=ClipSettings(0.5), optimizer=replace(file.optimizer, average_decay=0.75))
     file = replace(file, run=replace(file.run, restart_wait_s=5.0), rollback=RollbackPolicy(patience=5))
     for own, has_local_steps, expected in ((0.0, False, 5.0), (0.0, True, 600.0), (7.0, False, 7.0), (7.0, True, 7.0)):

@@ -15,7 +15,7 @@ from swarm_server import command_line as server
 from swarm_training import command_line as train
 from swarm_training.commands import watching
 from swarm_training.commands.staged import StagesBackend
-from swarm_training.contract.backend import Backend, Joining
+from swarm_training.contract.backend import Backend, Joining, PeerAddress
 from swarm_training.contract.views import HeldOutView, RunView
 from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
@@ -95,6 +95,10 @@ def test_a_server_trains_only_in_stages(run_file: str, capsys: pytest.CaptureFix
         ("RUN", ["join", "--as", "stage", "--memory", "much"], "size 'much' is not understood"),
         ("RUN", ["join", "--as", "stage", "--part", "1/2"], "--part is not for a run in stages"),
         ("RUN", ["join", "--as", "stage", "--batch-size", "2"], "--batch-size is not for a run in stages"),
+        ("RUN", ["join", "--as", "stage", "--client-mode"], "--client-mode is not for a run in stages: trainers call"),
+        ("RUN", ["join", "--as", "stage", "--dht-port", "65536"], "--dht-port is 65536: expected 0 to 65535"),
+        ("RUN", ["join", "--as", "stage", "--announce-host", "me"], "--announce-host is 'me': expected --dht-port"),
+        ("RUN", ["join", "--as", "trainer", "--host", "::1"], "--host is for --as stage: a trainer holds no part"),
         ("RUN", ["join", "--as", "stage", "--blocks", "1:3"], "expected one of 0:1 (stage 0), 1:2 (stage 1)"),
         ("RUN", ["join", "--as", "stage", "--report", "logs"], "--report is 'logs': expected tensorboard:DIR"),
         ("RUN", ["export", "out"], "--initial-peers is missing"),
@@ -116,10 +120,10 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     asked: list[tuple[Any, ...]] = []
 
     async def serve(file: Any, who: Any, index: Any, say: Any, device: str, **options: Any) -> None:
-        asked.append((file.run.name, index, device, options))
+        asked.append((file.run.name, index, device, options, who.address))
 
     monkeypatch.setattr(serving, "serve", serve)
-    where = {"host": "127.0.0.1", "port": 0, "dht_port": 5, "announce_host": "me"}
+    where = PeerAddress("127.0.0.1", 0, 5, "me")
     flags = [
         "--train",
         run_file,
@@ -141,22 +145,23 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
         server.parse_args([*flags, "--then-serve", "/models/toy", "--quant", "none", "--memory", "4GiB"])
     )()
     joined = ["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"]
-    for flags in ([], ["--memory", "4GiB"]):
+    for flags in (["--host", "127.0.0.1", "--dht-port", "5", "--announce-host", "me"], ["--memory", "4GiB"]):
         train.main([*joined, *flags], stages=front.STAGES)
     memory = {"memory_bytes": 4 << 30, "reports": None}
     nothing = {"afterwards": None, "memory_bytes": None, "reports": None}
     assert asked == [
-        ("toy", None, "cpu", {"stays": True, **nothing, **where}),
-        ("toy", 1, "cpu", {"stays": True, **nothing, **where}),
-        ("toy", 0, "cpu", {"stays": False, **nothing, **where}),
+        ("toy", None, "cpu", {"stays": True, **nothing}, where),
+        ("toy", 1, "cpu", {"stays": True, **nothing}, where),
+        ("toy", 0, "cpu", {"stays": False, **nothing}, where),
         (
             "toy",
             None,
             "cpu",
-            {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **memory, **where},
+            {"stays": True, "afterwards": Afterwards(Path("/models/toy"), 5, "none"), **memory},
+            where,
         ),
-        ("toy", 0, "cpu", {"memory_bytes": None, "reports": None}),
-        ("toy", 0, "cpu", memory),
+        ("toy", 0, "cpu", {"memory_bytes": None, "reports": None}, where),
+        ("toy", 0, "cpu", memory, PeerAddress()),
     ]
 
 
