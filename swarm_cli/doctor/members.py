@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from math import isfinite
 from statistics import median
 
@@ -22,6 +24,7 @@ from swarm_protocol.wire.constants import WIRE_VERSION
 from swarm_protocol.wire.printable import printable
 
 _LOOK_S = 45.0  # joining, reading and asking have their own limits
+_LOOK_AGAIN_S = 15.0
 _AGE_S = REFRESH_S / 2  # of a record, on average
 _CLOCK_S = 15.0  # a smaller difference may come from the age of records
 
@@ -45,7 +48,7 @@ def registered(swarm: str, entries: Sequence[RegistryEntry]) -> Finding:
 def _swarm(config: ClientConfig) -> Iterator[Finding]:
     own = {entry.peer_id: entry for entry in LocalRegistry(config.swarm).servers() if entry.is_alive}
     try:
-        snapshot = background.submit(read_status(config)).result(_LOOK_S)
+        snapshot = background.submit(look(config, own.keys())).result(_LOOK_S)
     except NoSwarm as error:
         if not config.initial_peers and not own and config.swarm == DEFAULT_SWARM:
             to_do = f"start one with `{typed('server')}`, or name members of another with --initial-peers"
@@ -60,6 +63,24 @@ def _swarm(config: ClientConfig) -> Iterator[Finding]:
     yield from seen(config.swarm, snapshot, frozenset(own), time.time())
     for peer_id, entry in own.items():
         yield reached(peer_id, entry.addresses, [server for model in snapshot.models for server in model.servers])
+
+
+async def look(
+    config: ClientConfig,
+    own: Set[str],
+    read: Callable[[ClientConfig], Awaitable[SwarmSnapshot]] = read_status,
+) -> SwarmSnapshot:
+    """Read the swarm, and read it once more if a server of this machine is missing; ``own`` are their ids.
+
+    A server that is busy answers the DHT too late, and one that has just started may be about to publish its record.
+    """
+    snapshot = await read(config)
+    listed = {server.record.peer_id for model in snapshot.models for server in model.servers}
+    if not own <= listed:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_AGAIN_S):
+                snapshot = await read(config)
+    return snapshot
 
 
 def seen(swarm: str, snapshot: SwarmSnapshot, own: frozenset[str], now_s: float) -> Iterator[Finding]:

@@ -75,6 +75,10 @@ class Monitor:
         if self._dht is None:
             self._dht, self._joined_s = await self._join(self._config), now_s()
         await self._read()
+        # hivemind forgets a peer that answers late, and a node that knows no others reads only what it has stored.
+        if self._dht.is_alone and not self._snapshot().models:
+            await self._join_again()
+            await self._read()
         if self._model is not None and not self._snapshot().models:
             hosted = ", ".join(await self._dht.models())
             raise NoSwarm(
@@ -129,7 +133,7 @@ class Monitor:
             self._readable = False
         if self._readable:
             self._read_s = now_s()
-        if not self._readable or self._all_silent():
+        if (not self._readable or self._all_silent()) and now_s() - self._joined_s >= _REJOIN_S:
             await self._join_again()
         self._began_s = inf
 
@@ -157,8 +161,6 @@ class Monitor:
 
     async def _join_again(self) -> None:
         """Join again: all servers through which this client was connected may be gone, and others may have come."""
-        if now_s() - self._joined_s < _REJOIN_S:
-            return
         self._joined_s = now_s()
         try:
             dht = await self._join(self._config)

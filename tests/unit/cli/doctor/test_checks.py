@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import mmap
 import os
@@ -15,7 +16,7 @@ import torch
 
 from swarm_cli.doctor.check import DoctorCheck, Grade, findings_of, ok
 from swarm_cli.doctor.machine import listening, writable
-from swarm_cli.doctor.members import clock, reached, registered, seen
+from swarm_cli.doctor.members import clock, look, reached, registered, seen
 from swarm_cli.doctor.model_files import model_checks
 from swarm_cli.doctor.platform import lacking
 from swarm_cli.doctor.software import compiled_kernel, packages, processor, software_checks
@@ -26,6 +27,7 @@ from swarm_models.kernels.library import ENV_ISA, kernel
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord
 from swarm_protocol.process.local_registry import RegistryEntry
 from swarm_protocol.span import Span
+from tests.worlds.virtual_time import run_virtually
 
 NOW_S = 1_000_000.0
 OWN, OTHER = "QmOwn", "QmOther"
@@ -187,6 +189,43 @@ def test_whether_others_reach_a_server_of_this_machine():
     silent = reached(OWN, far, [server(OWN, answers=False)])
     assert silent.grade == Grade.FAILED and "10.0.0.1:5" in silent.found
     assert reached(OWN, far, [server(OTHER)]).grade == Grade.FAILED
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_reads", "num_servers"),
+    [
+        ([swarm_of(server(OWN))], 1, 1),
+        ([SwarmSnapshot(()), swarm_of(server(OWN))], 2, 1),
+        ([swarm_of(server(OTHER)), swarm_of(server(OWN), server(OTHER))], 2, 2),
+        ([SwarmSnapshot(()), SwarmSnapshot(())], 2, 0),
+        ([SwarmSnapshot(()), None], 2, 0),
+    ],
+    ids=["listed", "none at first", "another at first", "never", "hangs the second time"],
+)
+def test_a_swarm_that_lacks_a_server_of_this_machine_is_read_once_more(answers, num_reads, num_servers):
+    reads = []
+
+    async def read(config: ClientConfig) -> SwarmSnapshot:
+        reads.append(config)
+        answer = answers[len(reads) - 1]
+        return answer if answer is not None else await asyncio.Event().wait()
+
+    async def check() -> None:
+        snapshot = await look(ClientConfig(), {OWN}, read)
+        assert sum(len(model.servers) for model in snapshot.models) == num_servers
+        assert len(reads) == num_reads
+
+    run_virtually(check(), limit_s=60)
+
+
+def test_nothing_is_read_twice_where_no_server_of_this_machine_runs():
+    reads = []
+
+    async def read(config: ClientConfig) -> SwarmSnapshot:
+        reads.append(config)
+        return SwarmSnapshot(())
+
+    assert asyncio.run(look(ClientConfig(), set(), read)) == SwarmSnapshot(()) and len(reads) == 1
 
 
 def test_registered_servers():

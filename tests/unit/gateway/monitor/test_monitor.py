@@ -31,6 +31,7 @@ class Net:
         self.delays_s: dict[str, float] = {}
         self.closed: set[str] = set()  # servers that let in members only
         self.num_strangers = 0
+        self.is_alone = False  # no other node is known: all have answered too late
         self.under_way = self.most_under_way = self.connections = 0
 
     def publish(self, record: ServerRecord) -> None:
@@ -283,6 +284,19 @@ async def test_a_crowd_is_asked_bit_by_bit():
 async def test_a_model_that_nobody_hosts():
     with pytest.raises(NoSwarm, match=r"hosts model 'nope'; its models: model$"):
         await monitor(Net(*TWO_WAYS), "nope").look()
+
+
+async def test_a_node_that_has_lost_all_others_joins_again_before_it_says_that_there_are_none():
+    net, later = Net(), Net(*TWO_WAYS)
+    net.is_alone = True
+    watcher = monitor(net, None, later)
+    assert chain(await watcher.look()) == ["a 0:4", "b 4:8"]
+
+
+async def test_a_node_that_stays_alone_sees_no_servers():
+    net = Net()
+    net.is_alone = True
+    assert (await monitor(net).look()).models == ()  # whoever joins finds nobody
 
 
 async def test_a_swarm_without_servers():
