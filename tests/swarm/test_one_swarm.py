@@ -93,7 +93,7 @@ def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):
     for cache in caches:
         cache.mkdir()
     first, second, third = begin(start, caches[0], caches[0], caches[1])
-    assert seen_by_way_of(first) == {peer_id(first), peer_id(second)}
+    wait_for(lambda: seen_by_way_of(first) == {peer_id(first), peer_id(second)}, "the first half is one swarm")
     LocalRegistry("default", caches[0] / "swarm" / "swarms").write(peer_id(third), [third.ready["peer"]])
     assert_one_swarm(first, second, third)
 

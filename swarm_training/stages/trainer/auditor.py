@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from swarm_protocol.errors import BadReply, PeerMoved, SwarmError
+from swarm_protocol.errors import BadReply, SwarmError
+from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.audit.client import AuditClient, AuditEvidence
 from swarm_training.stages.audit.sketch import SEED_BYTES
@@ -31,6 +32,7 @@ from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, callee_o
 
 _SUSPICION_S = 20.0  # the time for which peers are avoided if it is unknown which of them is wrong
 _TIMEOUT_S = 60.0  # the time limit for a signature, and for the judgement of a mate
+_LATE_S = 5.0  # after the first answer of a step; until then, peers may be about to reach the step
 _TRIES, _RETRY_S = 3, 0.5  # attempts to accuse a peer before one mate, and the pause between them
 _UNSIGNED = 3  # consecutive unsigned answers after which a peer is avoided; fewer prove nothing, as peers die or move
 _logger = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ class Auditor:
         self._avoided_until_s: dict[str, float] = {}
         self._disputed: set[str] = set()  # every answer of these peers is audited
         self._unsigned: Counter[str] = Counter()
+        self._moment: Moment | None = None  # of the last audit
+        self._late_s = 0.0  # from then on, no audit of this moment waits for peers that lag behind
         self.convicted: set[str] = set()
 
     def allowed(self) -> Stages:
@@ -91,14 +95,14 @@ class Auditor:
 
     async def _is_confirmed(self, asked: StageRequest, answer: StageAnswer, peer: Progress) -> bool:
         """Return whether others confirm the answer, or none can check it. Avoid or convict peers that disagree."""
-        if not self._others(asked, {peer.peer_id}):
+        if not await self._others_in_time(asked, {peer.peer_id}):
             return True
         seed, seen = secrets.token_bytes(SEED_BYTES), {peer.peer_id}
         first = await self._witness(asked, answer, peer, seed, withdraws=False)
         if first is None:
             return False
         witnesses = [first]
-        while others := self._others(asked, seen):
+        while others := await self._others_in_time(asked, seen):
             witness = await self._another_witness(asked, seed, others, seen)
             if witness is None:
                 continue
@@ -132,6 +136,20 @@ class Auditor:
             return None
         seen.add(other.peer_id)
         return await self._witness(asked, answer, other, seed, withdraws=True)
+
+    async def _others_in_time(self, asked: StageRequest, seen: Collection[str]) -> set[str]:
+        """Return ``_others``; wait for some while there are peers of the stage that lag behind.
+
+        The first peer to take a step is asked before its mates have taken the step.
+        """
+        clock, moment = asyncio.get_running_loop().time, asked.which.moment
+        if moment != self._moment:
+            self._moment, self._late_s = moment, clock() + _LATE_S
+        while not (others := self._others(asked, seen)) and clock() < self._late_s:
+            if not any(peer.moment < moment and peer.address for peer in self._present()[asked.which.stage]):
+                break
+            await asyncio.sleep(self._config.poll_s)
+        return others
 
     def _others(self, asked: StageRequest, seen: Collection[str]) -> set[str]:
         """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""
@@ -211,9 +229,7 @@ class Auditor:
         for _ in range(_TRIES):
             try:
                 return await self._client.accuse(callee, asked, answer, evidence, _TIMEOUT_S)
-            except PeerMoved:
-                return False
-            except SwarmError as error:
+            except SwarmError as error:  # a mate may be about to reach this step
                 _logger.debug("%s does not judge %s: %s", mate.peer_id, wrong.peer_id, error)
             await asyncio.sleep(_RETRY_S)
         return False
