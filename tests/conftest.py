@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # servers inside the process obey it too
@@ -18,23 +17,30 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["SWARM_CONFIG"] = "none"  # not the user's own
 
-import torch
-from transformers.utils import logging
-
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 from swarm_protocol.process.signals import HANGUP
-from tests.unit.support import run
+from tests.quick_keys import make_keys_quickly
 
 TESTS = Path(__file__).parent
 END_TO_END = ("swarm", "attack", "training")  # folders whose tests start servers or peers
 
-torch.set_num_threads(1)
-logging.disable_progress_bar()
+make_keys_quickly()
 # Processes would inherit that a signal is ignored, as in the background of a shell or under nohup.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_IGN:
     signal.signal(HANGUP, signal.SIG_DFL)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import what all tests need: not in the process that only hands them out, which the others would wait for."""
+    if session.config.getoption("dist", "no") != "no":
+        return
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -64,7 +70,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures. Random models and inputs are the same whatever has run before, alone or not."""
-    torch.manual_seed(0)
+    import numpy
+    import torch
+
+    # ``torch.manual_seed`` formats the stack for each kind of device that may be used later, which takes a millisecond.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(0)
     numpy.random.seed(0)  # `random` is left alone: DHT nodes have their ids from it
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
@@ -75,6 +85,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine with ``run``, in an event loop of its own, or with the function of ``run_by``."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
+    from tests.unit.support import run
+
     marker = pyfuncitem.get_closest_marker("run_by")
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     (marker.kwargs["function"] if marker else run)(pyfuncitem.obj(**arguments))

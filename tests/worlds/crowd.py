@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric import rsa
-
 from swarm_protocol.dht.dht import Dht, _Place
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import ServerRecord
@@ -20,6 +18,7 @@ from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.net.hivemind_parts import DHTRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
+from tests.quick_keys import pairs_of_primes
 from tests.worlds.identities import identity_of
 
 MAX_LIFETIME_S = 2 * 3600.0  # of records, for all nodes of a DHT with a crowd
@@ -100,10 +99,5 @@ class _Notary(Validator):
 
 
 def identities(count: int) -> Iterator[Identity]:
-    num_primes = next(number for number in itertools.count(2) if number * (number - 1) // 2 >= count)
-    primes = []
-    while len(primes) < num_primes:
-        numbers = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_numbers()
-        primes += [numbers.p, numbers.q]
-    for p, q in itertools.combinations(primes[:num_primes], 2):
+    for p, q in itertools.islice(pairs_of_primes(), count):
         yield identity_of(p, q)

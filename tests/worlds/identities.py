@@ -6,11 +6,9 @@ import itertools
 import random
 from functools import cache
 
-import sympy
-from cryptography.hazmat.primitives.asymmetric import rsa
-
 from swarm_protocol.net.hivemind_parts import RSAPrivateKey
 from swarm_protocol.net.identity import Identity
+from tests.quick_keys import key_of
 
 _EXPONENT = 65537
 _PRIME_BITS = 1024
@@ -30,13 +28,8 @@ def identity(number: int) -> Identity:
 
 def identity_of(p: int, q: int) -> Identity:
     """Whose key is made of these primes."""
-    private = pow(_EXPONENT, -1, (p - 1) * (q - 1))
-    numbers = rsa.RSAPrivateNumbers(
-        *(p, q, private, private % (p - 1), private % (q - 1), rsa.rsa_crt_iqmp(p, q)),
-        rsa.RSAPublicNumbers(_EXPONENT, p * q),
-    )
     key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key._private_key = numbers.private_key(unsafe_skip_rsa_key_validation=True)  # which takes longer than to make it
+    key._private_key = key_of(p, q)
     return Identity(key)
 
 
@@ -46,6 +39,8 @@ def _prime(index: int) -> int:
     start = random.Random(index).getrandbits(_PRIME_BITS) | 3 << (_PRIME_BITS - 2)
     if index < len(_DISTANCES):
         return start + _DISTANCES[index]
+    import sympy  # which takes most of a second
+
     while (prime := int(sympy.nextprime(start))) % _EXPONENT == 1:
         start = prime
     return prime
