@@ -268,6 +268,7 @@ class StageWorld(World):
         self.choosing: list[asyncio.Task[None]] = []
         self.begun_evaluations: list[tuple[Moment, str]] = []
         self.former: list[SimulatedStagePeer] = []  # what those who have moved were before
+        self._noting: asyncio.Task[None] | None = None
 
     def alive(self, index: int | None = None) -> list[SimulatedStagePeer]:
         return [
@@ -329,12 +330,16 @@ class StageWorld(World):
             await made.stage_peer.join()
             await made.stage_peer.run()
 
-        async def note() -> None:
-            while True:
-                made.note()
-                await asyncio.sleep(0.005)
+        made.tasks += [asyncio.ensure_future(coroutine) for coroutine in (live(), made.stage_peer.watch.run())]
+        if self._noting is None:
+            self._noting = asyncio.ensure_future(self._note())
 
-        made.tasks += [asyncio.ensure_future(coroutine) for coroutine in (live(), made.stage_peer.watch.run(), note())]
+    async def _note(self) -> None:
+        """Has what all peers have at any moment in their histories: one task, since it wakes up so often."""
+        while True:
+            for peer in self.alive():
+                peer.note()
+            await asyncio.sleep(0.005)
 
     def join(self, index: int, disk: Path | None = None) -> SimulatedStagePeer:
         made = self.make(index, disk=disk)

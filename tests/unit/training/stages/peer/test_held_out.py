@@ -64,7 +64,7 @@ async def test_patience_ends_the_run_for_all_stages_at_one_step_and_the_best_che
     peers = [world.join(index, tmp_path / f"{number}") for number, index in enumerate((0, 0, 1, 1, 2, 2))]
     training = asyncio.ensure_future(ToyTrainer(world).run())
     await world.reach(2 * EVERY + 1)
-    await asyncio.sleep(60.0)  # in which nobody takes another step
+    await asyncio.sleep(15.0)  # in which nobody takes another step
     late = world.join(0)
     world.kill(peers[1].peer_id)
     peers[1] = world.join(0, tmp_path / "1")
