@@ -30,12 +30,15 @@ def clipped(x: Tensor, weights: Tensor, tau: float) -> Tensor:
 
 
 def by_the_formula(x: Tensor, w: Tensor, tau: float) -> Tensor:
-    """v += Σ w_i min(1, τ/|x_i − v|) (x_i − v) / Σ w, very often, from the mean of the first two."""
+    """v += Σ w_i min(1, τ/|x_i − v|) (x_i − v) / Σ w, from the mean of the first two, until it stands."""
     x, w = x.double(), w.double()
     v = x[:2].mean(0)
-    for _ in range(20_000):
+    for number in range(20_000):
         d = x - v
-        v = v + (w * (tau / d.norm(dim=1)).clamp(max=1)) @ d / w.sum()
+        step = (w * (tau / d.norm(dim=1)).clamp(max=1)) @ d / w.sum()
+        v = v + step
+        if number % 100 == 0 and float(step.norm()) < 1e-12 * tau:
+            break
     return v
 
 
