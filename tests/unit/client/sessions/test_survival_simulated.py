@@ -29,7 +29,7 @@ from tests.worlds.virtual_time import run_virtually
 run = partial(run_virtually, limit_s=100_000)
 pytestmark = pytest.mark.run_by(function=run)
 
-SEEDS_PER_TEST, TESTS = 12, 1
+SEEDS_PER_TEST, TESTS = 8, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 50, 1, 20
 
 

@@ -69,7 +69,7 @@ async def test_a_loss_that_is_far_too_high_sends_all_stages_back() -> None:
     assert {peer.peer.own.skipped_batches for peer in world.alive()} == {SKIPPED}
 
 
-@pytest.mark.parametrize("also_lost", [0, 1])
+@pytest.mark.parametrize("also_lost", [0, pytest.param(1, marks=SLOW)])
 async def test_two_stages_that_go_back_at_the_same_moment_to_different_checkpoints_end_at_one(also_lost: int) -> None:
     """The last stage has diverged, and another one is stranded, whose newest checkpoint is an older one."""
     world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, rollback=POLICY))
