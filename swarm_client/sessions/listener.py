@@ -16,7 +16,7 @@ from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, P
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
 
-_TIMES_WAITING = 4  # the allowance for later batches, as a multiple of the batches that waited before the step
+_TIMES_WAITING = 4  # the allowance for later batches, as a multiple of those that have waited together with the step
 _SPARE_BATCHES = 16
 _STRANGER_FACTOR = 4.0  # extra time for a server that reports work, but has not answered yet
 _ALMOST = 0.9  # the fraction of a time limit that counts as all of it, because clocks differ slightly
@@ -117,13 +117,13 @@ class ChainListener:
         number = max((n for n in known if n <= said.number), default=0)
         if hop.advance(number):
             self.progress_s = max(self.progress_s, asked_s)
-        if not said.num_waiting:
-            hop.expect_by(None)
-        elif hop.due_batches is None:
+        if said.num_waiting:
             # Later, shorter prompts may go first, and each such stream may bring as much work as this call has.
             num_left = sum(step.number > number for step in call.steps)
             most = _TIMES_WAITING * said.num_waiting * max(1, num_left)
-            hop.expect_by(said.num_batches + most + _SPARE_BATCHES)
+            hop.expect_after(said.num_batches, most + _SPARE_BATCHES)
+        else:
+            hop.expect_nothing()
         return number
 
     async def _ask(self, hop: HopSession) -> pb.SessionProgress | None:

@@ -150,6 +150,7 @@ class HopSession:
         self.replayed: dict[int, OutgoingStep] = {}
         self.seen_number = 0
         self.due_batches: int | None = None
+        self._first_batches: int | None = None  # the server's count when it first said that it has that step
         self.doubted = 0
         self.refused: int | None = None
         self.num_active = 0
@@ -220,12 +221,23 @@ class HopSession:
         """Record that the server has done the steps up to ``number``. Return whether that is progress."""
         if number <= self.seen_number:
             return False
-        self.seen_number, self.due_batches = number, None
+        self.seen_number = number
+        self.expect_nothing()
         return True
 
-    def expect_by(self, num_batches: int | None) -> None:
-        """Set the server's count of ended batches by which the next step must be done; None: unknown."""
-        self.due_batches = num_batches
+    def expect_after(self, num_batches: int, most: int) -> None:
+        """Record that the server has the next step and has ended ``num_batches``; ``most`` more may come first.
+
+        Of several reports on one step, the first ``num_batches`` and the largest ``most`` hold: in a burst of prompts,
+        few others wait at first, and many a moment later.
+        """
+        if self._first_batches is None:
+            self._first_batches = num_batches
+        self.due_batches = max(self.due_batches or 0, self._first_batches + most)
+
+    def expect_nothing(self) -> None:
+        """Record that the server is not known to have the next step."""
+        self.due_batches = self._first_batches = None
 
     def doubt(self, first_number: int) -> None:
         """Record that the next hop seemed to stall in the call that begins with this step."""

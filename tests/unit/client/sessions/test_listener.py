@@ -303,6 +303,26 @@ async def test_a_prompt_may_be_overtaken_by_as_much_as_is_left_of_it(done: int, 
         waiting.cancel()
 
 
+@pytest.mark.parametrize("index", [0, 1])
+async def test_a_prompt_may_be_overtaken_by_all_of_a_burst(index: int) -> None:
+    """One other step waits when it comes, and 39 a second later; ``index``: of the server where they wait."""
+    async with opened(step_s=100.0, d="0:2", e="2:4") as session:
+        waiting = asyncio.ensure_future(next_trouble(session))
+        start_s = asyncio.get_running_loop().time()
+        session.listener._swarm.progress.answered("ab"[index], start_s)
+        key = session.hops[index].session_key
+        while not waiting.done():
+            seconds = int(asyncio.get_running_loop().time() - start_s)
+            session.stands(LAST if index else 0, 0, 0)
+            session.servers.progress[key] = pb.SessionProgress(
+                computed=seconds + 1, num_batches=10 * seconds, num_waiting=40 if seconds > 1 else 2
+            )
+            await asyncio.sleep(1.0)
+        assert (await waiting)[0] == index
+        most_s = (4 * 40 * 3 + 16) / 10
+        assert most_s < asyncio.get_running_loop().time() - start_s < most_s + 10.0
+
+
 async def test_who_gets_on_slowly_is_let_be() -> None:
     async with opened() as session:
         waiting = asyncio.ensure_future(session.listener.next_event(session.call))
