@@ -21,6 +21,7 @@ from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.process.scratch import scratch_directory
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", config_file.ENVIRONMENT: config_file.NONE}
+LAUNCHER = "swarm_server.node.local_cluster"
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 _POLL_S = 0.01
@@ -78,12 +79,16 @@ class LocalCluster(Closing):
         self._directory = tempfile.TemporaryDirectory(prefix="servers-", dir=scratch_directory())
         self._servers: list[LocalServer] = []  # those that were not seen to end
         self._num_started = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "swarm_server.node.local_cluster"],
+        self._process = self._launched({**os.environ, **_ENVIRONMENT, **(environment or {})})
+
+    def _launched(self, environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Return the process that imports everything and forks servers."""
+        return subprocess.Popen(
+            [sys.executable, "-m", LAUNCHER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+            env=environment,
         )
 
     def start(self, *arguments: str, cores: Sequence[int] | None = None) -> LocalServer:

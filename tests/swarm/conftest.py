@@ -17,7 +17,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import Pair, started
-from tests.swarm.processes import ServerProcess
+from tests.swarm.processes import ForkedCluster, ServerProcess
 from tests.swarm.raw_client import RawClient
 from tests.swarm.survival import Client, Fleet, Moments
 from tests.swarm.target import CLOSE, HOSTED, ROOM, TOKENS, Target, assert_session_works
@@ -96,7 +96,7 @@ def steps(monkeypatch) -> list[int]:
 
 @pytest.fixture(scope="session")
 def cluster(cache_home) -> Iterator[LocalCluster]:
-    with LocalCluster({"XDG_CACHE_HOME": str(cache_home)}) as cluster:
+    with ForkedCluster({"XDG_CACHE_HOME": str(cache_home)}) as cluster:
         yield cluster
 
 

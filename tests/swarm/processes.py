@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from swarm_cli.demo.local_cluster import LAUNCHER, LocalCluster
 from swarm_protocol.process.scratch import remove_scratch
 from tests.swarm.network import enter
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -112,6 +113,13 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         self.stdin.close()
         return code
+
+
+class ForkedCluster(LocalCluster):
+    """A local cluster whose launcher is forked too, and so need not import anything."""
+
+    def _launched(self, environment: dict[str, str]) -> Any:
+        return ForkedProcess(LAUNCHER, [], None, environment)
 
 
 class _Descriptor:

@@ -15,7 +15,7 @@ def subjects(outcome) -> dict[str, dict[str, str]]:
 
 @pytest.mark.promise("swarm doctor looks for what keeps a machine from using a swarm")
 def test_with_a_server_of_this_machine(cluster, cache_home):
-    server = cluster.start("--blocks", "0:20", "--quant", "none", "--swarm", "mine")
+    server = cluster.start("--blocks", "0:20", "--quant", "none", "--throughput", "10", "--swarm", "mine")
     try:
         cluster.wait_ready([server])
         (result,) = run_commands("swarm_client", [["doctor", "--swarm", "mine", "--json"]], cache_home)
