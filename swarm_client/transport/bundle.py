@@ -31,7 +31,7 @@ class StepBundle:
         self.ended = False
         self._stream = stream
         self._members: dict[bytes, HopSession] = {}
-        self._outbox = Outbox[pb.KeyedStep](lambda steps: stream.write(pb.StepBundle(steps=steps)))
+        self._outbox = Outbox[pb.KeyedStep](pb.StepBundle, "steps", stream.write)
         self._on_end = on_end
         self._running: asyncio.Task[None] | None = None
 

@@ -6,8 +6,10 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm_protocol.codecs.elements import pack_bf16, pack_int8, unpack_bf16, unpack_int8
@@ -112,7 +114,8 @@ class EncodedRows:
         else:
             self.data = [_bytes_of(row, codec) for row in tensor.split(1)]
         self.header = pb.Tensor()
-        _fill(self.header, tensor[:1], codec, len(self.data[0]), b"")
+        _fill(self.header, tensor, codec, len(self.data[0]), b"")
+        self.header.shape[0] = 1
 
 
 def parts_of(data: bytes) -> Iterator[bytes]:
@@ -122,8 +125,15 @@ def parts_of(data: bytes) -> Iterator[bytes]:
 
 def _raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements in row-major order, whatever the strides."""
-    as_known = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor  # numpy has no bfloat16
-    return as_known.numpy().tobytes()
+    return as_numpy(tensor).tobytes()
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return the elements of a tensor on the CPU, in the same memory; bfloat16, which numpy lacks, as int16.
+
+    Numpy's calls on few elements, unlike torch's, do not let other threads take the interpreter.
+    """
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -142,7 +152,7 @@ class Assembler:
     def __init__(self, wire: pb.Tensor, max_bytes: int = MAX_TENSOR_BYTES, parts: Iterable[bytes] = ()) -> None:
         if len(wire.shape) > MAX_RANK:
             raise RequestRejected(f"tensor shape {shown_shape(wire)} is no shape of at most {MAX_RANK} dimensions")
-        self.shape, self.codec, self.size_bytes = tuple(wire.shape), wire.codec, wire.size_bytes
+        self.shape, self.codec, self.size_bytes = tuple(wire.shape[:]), wire.codec, wire.size_bytes
         self.dtype = _checked_dtype(self.shape, wire.dtype, self.codec, self.size_bytes, max_bytes)
         self._data = bytearray()
         self.add(wire.data)
@@ -290,7 +300,7 @@ def counts_on(wire: pb.Tensor, start: int, num_tokens: int) -> bool:
         len(ids) == wire.size_bytes == 4 * num_tokens
         and wire.codec == pb.RAW
         and wire.dtype == pb.INT32
-        and list(wire.shape) == [1, num_tokens]
+        and wire.shape[:] == [1, num_tokens]
         and start + num_tokens <= _INT32_END
         and ids == struct.pack(f"<{num_tokens}i", *range(start, start + num_tokens))
     )

@@ -34,7 +34,7 @@ class PushStream:
         self._waiting: dict[tuple[bytes, int], Taken] = {}
         self._call: grpc.aio.StreamStreamCall[Any, Any] = stub.PushSteps()
         self._first = FirstStatus(self._call)
-        self._outbox = Outbox[pb.PushedStep](lambda steps: self._call.write(pb.PushBundle(steps=steps)))
+        self._outbox = Outbox[pb.PushedStep](pb.PushBundle, "steps", self._call.write)
         self._running = asyncio.ensure_future(self._run())
 
     def send(self, push_key: bytes, step: pb.Step) -> Taken:

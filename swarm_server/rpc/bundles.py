@@ -25,7 +25,7 @@ from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import require_key
 from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import HostedSession, Reply, Result, Send
+from swarm_server.sessions.sessions import FillReply, HostedSession, Reply, Result, Send
 
 C = TypeVar("C")
 _MAX_UNDER_WAY = 4  # steps of one session at the same time
@@ -55,18 +55,23 @@ class ReplyBundle:
     def joined(self, session_key: bytes, otherwise: Send) -> Iterator[Reply]:
         """Yield a session's way to reply: small outputs and failures go here, all else on its own stream."""
 
+        def put(fill: FillReply) -> bool:
+            def fill_entry(entry: pb.KeyedReply) -> object:
+                entry.session_key = session_key
+                return fill(entry.reply)
+
+            has_room = self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
+            return has_room and self._outbox.put_filled(fill_entry)
+
         async def reply(replies: list[pb.SessionReply]) -> None:
-            if not (_is_answer(replies) and self._put(pb.KeyedReply(session_key=session_key, reply=replies[0]))):
+            if not (_is_answer(replies) and put(lambda reply: reply.CopyFrom(replies[0]))):
                 await otherwise(replies)
 
         self.num_sessions += 1
         try:
-            yield Reply(reply, self._put)
+            yield Reply(reply, put)
         finally:
             self.num_sessions -= 1
-
-    def _put(self, reply: pb.KeyedReply) -> bool:
-        return self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES and self._outbox.put_small(reply)
 
 
 def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
@@ -259,14 +264,26 @@ async def serve(
 
     ``admitted`` raises AccessDenied once the caller is no longer a member.
     """
+    clock = asyncio.get_running_loop().time
+    last_s = clock()
+
+    async def take_messages(tasks: StepTasks) -> None:
+        nonlocal last_s
+        while (message := await incoming.begin(None)) is not None:
+            last_s = clock()
+            admitted()
+            _take_all(message.steps, tasks, outbox, take)
+
     sending = asyncio.ensure_future(_send_all(outbox))
     error: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = StepTasks(group)
-            while (message := await _next(incoming, idle_timeout_s, is_needed)) is not None:
-                admitted()
-                _take_all(message.steps, tasks, outbox, take)
+            taking = asyncio.ensure_future(take_messages(tasks))
+            try:
+                await _until_silent(taking, lambda: clock() - last_s, idle_timeout_s, is_needed)
+            finally:
+                await end_tasks([taking])  # nobody reads the stream any more
             await tasks.until_done()
     except ExceptionGroup as errors:
         error = errors.exceptions[0]
@@ -293,15 +310,18 @@ def _take_all(
         tasks.begin()
 
 
-async def _next(incoming: Incoming, idle_timeout_s: float, is_needed: Callable[[], bool]) -> Any:
-    reading = asyncio.ensure_future(incoming.begin(None))
-    try:
-        while not (await asyncio.wait([reading], timeout=idle_timeout_s))[0]:
+async def _until_silent(
+    taking: asyncio.Future[None], silent_s: Callable[[], float], idle_timeout_s: float, is_needed: Callable[[], bool]
+) -> None:
+    """Wait until all messages are taken, or none has come for a while; raise the error with which taking has ended."""
+    left_s = idle_timeout_s
+    while not (await asyncio.wait([taking], timeout=left_s))[0]:
+        left_s = idle_timeout_s - silent_s()
+        if left_s <= 0:
             if not is_needed():
-                return None
-        return reading.result()
-    finally:
-        await end_tasks([reading])
+                return
+            left_s = idle_timeout_s
+    taking.result()
 
 
 async def _send_all(outbox: Outbox[Any]) -> None:

@@ -169,7 +169,7 @@ class BlocksService:
         first = await incoming.next()
         if first is None:
             return
-        outbox = Outbox[pb.KeyedReply](lambda replies: context.write(pb.ReplyBundle(replies=replies)))
+        outbox = Outbox[pb.KeyedReply](pb.ReplyBundle, "replies", context.write)
         take = bundles.take_for(lambda key: self._sessions().find(key, client), arrivals)
         with self._bundles.opened(first.key, client, outbox) as bundle:
             await context.write(pb.ReplyBundle())
@@ -184,7 +184,7 @@ class BlocksService:
 
     async def PushSteps(self, requests: AsyncIterator[pb.PushBundle], context: _Context) -> None:
         self._callers.admit(context, Role.SERVER)
-        outbox = Outbox[pb.TakenStep](lambda steps: context.write(pb.TakenBundle(steps=steps)))
+        outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", context.write)
         admitted = self._callers.membership(context, Role.SERVER)
         take = bundles.take_pushed(lambda key: self._sessions().find_pushed(key), self._arrivals, outbox)
         incoming = Incoming(requests, self._arrivals)

@@ -40,10 +40,11 @@ from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
 
 Send = Callable[[list[pb.SessionReply]], Awaitable[None]]
+FillReply = Callable[[pb.SessionReply], object]  # fills in an empty reply; returns what has no place in it, if any
 Result = bool | BaseException  # of a step: whether it was not refused, or the error with which the server failed
-# Next positions of text that can be decoded together: shape, dtype, codec and size of the hidden states, and whether
-# nobody waits for the answers.
-StepKind = tuple[tuple[int, ...], int, int, int, bool]
+# Next positions of text that can be decoded together: dtype, codec and size of the hidden states, and whether nobody
+# waits for the answers.
+StepKind = tuple[int, int, int, bool]
 _logger = logging.getLogger(__name__)
 
 
@@ -53,12 +54,12 @@ class Reply:
 
     Attributes:
         send: sends the messages of one reply.
-        put: sends an output or a failure later, together with those of other sessions; returns False if it cannot.
-            None if it never can.
+        put: sends an output or a failure, which its argument fills in, later, together with those of other sessions.
+            Returns False if it cannot, or if not all has its place there. None if it never can.
     """
 
     send: Send
-    put: Callable[[pb.KeyedReply], bool] | None = None
+    put: Callable[[FillReply], bool] | None = None
 
 
 class StepOutputs:
@@ -138,6 +139,7 @@ class HostedSession:
         self._copier: Replicator | None = None
         self._rest: asyncio.Task[bool] | None = None  # ends a step that began without a task
         self._is_bundled = bool(request.bundle_key)
+        self._row_shape = [1, 1, services.validator.hidden_size]  # of one position's hidden states
         self._pusher = self._pusher_to(request.next, 0) if request.HasField("next") else None
 
     @property
@@ -342,10 +344,11 @@ class HostedSession:
             return None
         if request.HasField("position_ids") and not counts_on(request.position_ids, start, 1):
             return None
-        shape, size_bytes = tuple(hidden.shape), hidden.size_bytes
-        if len(shape) != 3 or shape[:2] != (1, 1) or len(hidden.data) != size_bytes:
+        size_bytes = hidden.size_bytes
+        # ``tuple(hidden.shape)`` would take three times as long
+        if hidden.shape[:] != self._row_shape or len(hidden.data) != size_bytes:
             return None
-        return shape, hidden.dtype, hidden.codec, size_bytes, self.is_background
+        return hidden.dtype, hidden.codec, size_bytes, self.is_background
 
     def _ended(self, on_end: Callable[[Result], None], done: asyncio.Task[bool]) -> None:
         self._rest = None
@@ -358,12 +361,9 @@ class HostedSession:
             return False
         if request.number <= self._sent_number:
             return True
-        put = self._reply.put
-        if put is None:
-            return False
-        keyed = pb.KeyedReply(session_key=self.key)
         try:
-            return not self._fill(keyed.reply.output, request, outputs, number) and put(keyed)
+            put = self._reply.put
+            return put is not None and put(lambda reply: self._fill(reply.output, request, outputs, number))
         except Exception:  # a task sends it, or meets the same error
             _logger.exception("an output could not be bundled")
             return False

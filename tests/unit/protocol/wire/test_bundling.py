@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, PART_BYTES
 from tests.unit.support import run
 
+FATAL = 99  # the entry that cannot be filled in
 
-def sent_of(*turns: list[pb.Output]) -> list[list[int]]:
+
+def sent_of(*turns: list[pb.TakenStep]) -> list[list[int]]:
     """The numbers in each message; between two turns, the event loop has nothing else to do."""
     messages: list[list[int]] = []
 
-    async def send(entries: list[pb.Output]) -> None:
+    async def send(message: pb.TakenBundle) -> None:
         await asyncio.sleep(0)
-        messages.append([entry.number for entry in entries])
+        messages.append([entry.number for entry in message.steps])
 
     async def story() -> None:
-        outbox = Outbox[pb.Output](send)
+        outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
         sending = asyncio.ensure_future(outbox.send_all())
         for turn in turns:
             for entry in turn:
@@ -32,8 +36,8 @@ def sent_of(*turns: list[pb.Output]) -> list[list[int]]:
     return messages
 
 
-def small(*numbers: int) -> list[pb.Output]:
-    return [pb.Output(number=number) for number in numbers]
+def small(*numbers: int) -> list[pb.TakenStep]:
+    return [pb.TakenStep(number=number) for number in numbers]
 
 
 def test_what_is_put_in_one_turn_is_one_message() -> None:
@@ -43,10 +47,10 @@ def test_what_is_put_in_one_turn_is_one_message() -> None:
 async def test_tasks_that_are_ready_together_share_a_message() -> None:
     messages: list[list[int]] = []
 
-    async def send(entries: list[pb.Output]) -> None:
-        messages.append([entry.number for entry in entries])
+    async def send(message: pb.TakenBundle) -> None:
+        messages.append([entry.number for entry in message.steps])
 
-    outbox = Outbox[pb.Output](send)
+    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
     sending = asyncio.ensure_future(outbox.send_all())
     gate = asyncio.Event()
 
@@ -68,9 +72,38 @@ def test_no_message_has_too_many_entries_or_bytes() -> None:
     numbers = list(range(1, 2 * MAX_BUNDLED + 2))
     sizes = [len(message) for message in sent_of(small(*numbers))]
     assert sizes == [MAX_BUNDLED, MAX_BUNDLED, 1]
-    hidden = pb.Tensor(data=bytes(MAX_BUNDLED_BYTES - 32))
-    large = [pb.Output(number=number, hidden=hidden) for number in range(1, 18)]
+    large = [pb.TakenStep(number=number, push_key=bytes(MAX_BUNDLED_BYTES - 32)) for number in range(1, 18)]
     per_message = PART_BYTES // large[0].ByteSize()
     messages = sent_of(large)
     assert [number for message in messages for number in message] == list(range(1, 18))
     assert all(len(message) <= per_message for message in messages)
+
+
+async def test_an_entry_that_is_not_filled_in_or_too_large_is_not_sent() -> None:
+    messages: list[list[int]] = []
+
+    async def send(message: pb.TakenBundle) -> None:
+        messages.append([entry.number for entry in message.steps])
+
+    def filled(number: int, size_bytes: int = 0, rest: bytes = b"") -> bool:
+        def fill(entry: pb.TakenStep) -> bytes:
+            entry.number, entry.push_key = number, bytes(size_bytes)
+            if number == FATAL:
+                raise MemoryError
+            return rest
+
+        return outbox.put_filled(fill)
+
+    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
+    sending = asyncio.ensure_future(outbox.send_all())
+    assert not filled(1, MAX_BUNDLED_BYTES) and not filled(2, rest=b"more")
+    with pytest.raises(MemoryError):
+        filled(FATAL)
+    assert outbox.size_bytes == 0
+    numbers = range(3, 3 + MAX_BUNDLED)
+    assert all(filled(number) for number in numbers)
+    assert not filled(1, MAX_BUNDLED_BYTES)
+    await asyncio.sleep(0)
+    outbox.close()
+    await sending
+    assert messages == [list(numbers)]

@@ -22,9 +22,10 @@ from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import bundles
 from swarm_server.sessions.sessions import StepKind, acquired_at_once
 from tests.unit.support import run
+from tests.worlds.virtual_time import run_virtually
 
 WHOLE, _ = encode(torch.ones(1, 1, 3))
-KIND = (1, 1, 3), pb.FLOAT32, pb.RAW, 12, False
+KIND = pb.FLOAT32, pb.RAW, 12, False
 CUT = pb.Tensor(dtype=pb.FLOAT32, shape=[8], size_bytes=32, data=bytes(16))
 CLIENT = Caller("client")
 KEY, OTHER_KEY = bytes(16), bytes(15) + b"2"
@@ -127,10 +128,10 @@ class Story:
     async def push(self, *messages: Any) -> None:
         """All of a stream of another server's, to its end."""
 
-        async def send(steps: list[pb.TakenStep]) -> None:
-            self.sent += steps
+        async def send(message: pb.TakenBundle) -> None:
+            self.sent += message.steps
 
-        outbox = Outbox[pb.TakenStep](send)
+        outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
         take = bundles.take_pushed(self.find, self.arrivals, outbox)
         incoming = Incoming(_stream(messages, outbox), self.arrivals)
         await bundles.serve(incoming, outbox, take, admitted=self.admit, idle_timeout_s=60.0)
@@ -152,7 +153,7 @@ def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
         yield None
 
     async def scenario() -> None:
-        stream, outbox = silent(), Outbox[Any](never)
+        stream, outbox = silent(), Outbox[Any](pb.TakenBundle, "steps", never)
         incoming = Incoming(stream, Arrivals())
 
         async def handled() -> None:
@@ -166,7 +167,7 @@ def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
         await asyncio.wait([handling])
         assert handling.cancelled()
 
-    async def never(_steps: Any) -> None:
+    async def never(_message: Any) -> None:
         raise AssertionError
 
     run(scenario())
@@ -184,15 +185,42 @@ def pushed(*entries: tuple[bytes, int], hidden: pb.Tensor = WHOLE) -> pb.PushBun
     return pb.PushBundle(steps=steps)
 
 
+@pytest.mark.parametrize(("needed_until_s", "end_s"), [(0.0, 110.0), (200.0, 230.0)], ids=["not-needed", "needed"])
+def test_a_silent_stream_ends_once_it_is_not_needed(needed_until_s: float, end_s: float) -> None:
+    async def late() -> AsyncIterator[Any]:
+        await asyncio.sleep(50.0)
+        yield pushed((KEY, 1))
+        await asyncio.Event().wait()
+
+    async def sent(_message: Any) -> None:
+        """It is sent at once."""
+
+    async def scenario() -> None:
+        server, outbox = Story(), Outbox[pb.TakenStep](pb.TakenBundle, "steps", sent)
+        take = bundles.take_pushed(server.find, server.arrivals, outbox)
+        clock = asyncio.get_running_loop().time
+        await bundles.serve(
+            Incoming(late(), server.arrivals),
+            outbox,
+            take,
+            admitted=server.admit,
+            idle_timeout_s=60.0,
+            is_needed=lambda: clock() < needed_until_s,
+        )
+        assert server.session.taken == [1] and clock() == end_s
+
+    run_virtually(scenario())
+
+
 async def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
     """gRPC fails if a call ends in the middle of a message."""
     server, sent, may_send = Story(), [], asyncio.Event()
 
-    async def send(steps: list[pb.TakenStep]) -> None:
+    async def send(message: pb.TakenBundle) -> None:
         await may_send.wait()
-        sent.extend(steps)
+        sent.extend(message.steps)
 
-    outbox = Outbox[pb.TakenStep](send)
+    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
     take = bundles.take_pushed(server.find, server.arrivals, outbox)
     incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
     serving = asyncio.ensure_future(bundles.serve(incoming, outbox, take, admitted=server.admit, idle_timeout_s=60.0))
@@ -323,13 +351,13 @@ async def test_a_message_of_very_many_steps_is_refused() -> None:
 async def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own_stream() -> None:
     bundled, own = [], []
 
-    async def send(replies: list[pb.KeyedReply]) -> None:
-        bundled.extend(replies)
+    async def send(message: pb.ReplyBundle) -> None:
+        bundled.extend(message.replies)
 
     async def otherwise(replies: list[pb.SessionReply]) -> None:
         own.extend(replies)
 
-    outbox, all_bundles = Outbox[pb.KeyedReply](send), bundles.ReplyBundles()
+    outbox, all_bundles = Outbox[pb.KeyedReply](pb.ReplyBundle, "replies", send), bundles.ReplyBundles()
     sending = asyncio.ensure_future(outbox.send_all())
     small = pb.SessionReply(output=pb.Output(number=1))
     large = pb.SessionReply(output=pb.Output(number=2, hidden=pb.Tensor(data=bytes(MAX_BUNDLED_BYTES))))
