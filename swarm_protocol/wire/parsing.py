@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -24,21 +25,21 @@ def parse(kind: type[T], data: bytes) -> T:
     """
     try:
         if len(data) > _SMALL_BYTES:
-            _count(memoryview(data), kind.DESCRIPTOR, 0, 0)
+            _count(data, 0, len(data), kind.DESCRIPTOR, 0, 0)
         return kind.FromString(data)
     except (DecodeError, IndexError, UnicodeDecodeError):
         raise RequestRejected(f"the bytes sent are no message: expected a {kind.DESCRIPTOR.name}") from None
 
 
-def _count(data: memoryview, kind: Any, num_fields: int, depth: int) -> int:
-    """Return ``num_fields`` plus the fields of this message and all nested ones; raise IndexError if it is cut off.
+def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, depth: int) -> int:
+    """Return ``num_fields`` plus the fields of the message that is here; raise IndexError if it is cut off.
 
-    ``kind``: the message's descriptor.
+    The fields of all nested messages count too. ``kind``: the message's descriptor.
     """
     if depth > _MAX_DEPTH:
         raise IndexError
-    position, size = 0, len(data)
-    while position < size:
+    nested = _nested(kind)
+    while position < end:
         num_fields += 1
         if num_fields > MAX_FIELDS:
             raise RequestRejected(f"a message has very many fields: expected at most {MAX_FIELDS}")
@@ -48,27 +49,33 @@ def _count(data: memoryview, kind: Any, num_fields: int, depth: int) -> int:
             _, position = read_varint(data, position)
         elif wire_type == _LENGTH:
             length, position = read_varint(data, position)
-            if length > size - position:
+            if length > end - position:
                 raise IndexError
-            field = kind.fields_by_number.get(tag >> 3)
-            if field is not None and field.type == FieldDescriptor.TYPE_MESSAGE:
-                num_fields = _count(data[position : position + length], field.message_type, num_fields, depth + 1)
+            if (of_field := nested.get(tag >> 3)) is not None:
+                num_fields = _count(data, position, position + length, of_field, num_fields, depth + 1)
             position += length
         elif wire_type in _FIXED_BYTES:
             position += _FIXED_BYTES[wire_type]
         else:  # groups, which our messages do not use
             raise IndexError
+    if position > end:
+        raise IndexError
     return num_fields
 
 
-def read_varint(data: memoryview, position: int) -> tuple[int, int]:
+@cache
+def _nested(kind: Any) -> dict[int, Any]:
+    """Return the descriptors of the messages in a message's fields, by the number of the field."""
+    fields = kind.fields_by_number.items()
+    return {number: field.message_type for number, field in fields if field.type == FieldDescriptor.TYPE_MESSAGE}
+
+
+def read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     """Return the number at this position, and the position after it; raise IndexError if there is none."""
     value = shift = 0
-    while shift < 70:
-        byte = data[position]
-        position += 1
+    while (byte := data[position]) > 127 and shift < 63:
         value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
-    raise IndexError
+        position, shift = position + 1, shift + 7
+    if byte > 127:
+        raise IndexError
+    return value | byte << shift, position + 1
