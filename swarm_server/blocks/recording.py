@@ -55,7 +55,8 @@ def all_finite_together(inputs: Sequence[BlockInput]) -> bool:
     shapes = {each.hidden.shape for each in inputs}
     if any(each.additions is not None for each in inputs) or len({shape[1:] for shape in shapes}) > 1:
         return False
-    return not inputs or all_finite(torch.cat([each.hidden for each in inputs]))
+    hidden = [each.hidden for each in inputs]
+    return not hidden or all_finite(hidden[0] if len(hidden) == 1 else torch.cat(hidden))
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 import torch
 
 from swarm_protocol.span import Span
@@ -126,7 +127,8 @@ def positions_and_mask(step: SessionStep) -> tuple[torch.Tensor, torch.Tensor]:
 def batch_positions(batch: list[Prepared], num_new: int) -> torch.Tensor:
     """Return the position ids of the new positions of all rows, [rows, num_new] or [rows, num_new, axes]."""
     if num_new == 1 and all(work.step.inputs.position_ids is None for work in batch):  # decoding: one call for all
-        return torch.tensor([length - 1 for work in batch for length in work.lengths])[:, None]
+        last = np.array([length - 1 for work in batch for length in work.lengths], dtype=np.int64)
+        return torch.from_numpy(last[:, None])
     return torch.cat(with_same_axes([_last_positions(work, num_new) for work in batch]))
 
 

@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from swarm_protocol.wire.block_input import BlockInput, run_numbers
@@ -23,6 +25,7 @@ from swarm_server.kv.prefix_cache import token_content
 # Added to the first byte of a position, which identifies the dtype, so that no text has the same bytes:
 _WITH_ADDITIONS = 3  # for each block to whose output something is added
 _WITH_DIGEST = 128  # for the digest of a run
+_SEEN = torch.ones(1, 1, dtype=torch.uint8)  # the mask of positions that are not hidden
 
 
 def followed(state: KvState, step: SessionStep) -> KvState:
@@ -34,8 +37,8 @@ def followed(state: KvState, step: SessionStep) -> KvState:
 
 def contents_of(positions: NextPositions) -> list[bytes]:
     """Return the content of each of the positions."""
-    starts = torch.tensor(positions.starts)[:, None]
-    data = token_content(positions.hidden, starts, torch.ones_like(starts)).numpy().tobytes()
+    starts = torch.from_numpy(np.array(positions.starts, dtype=np.int64)[:, None])
+    data = token_content(positions.hidden, starts, _SEEN).numpy().tobytes()
     size = len(data) // len(positions)
     return [data[first : first + size] for first in range(0, len(data), size)]
 
@@ -55,27 +58,25 @@ def hashed(state: KvState) -> KvState:
     """Return ``state`` with the content of all its steps in the hashes."""
     if not state.unhashed or state.hashes is None:
         return state
+    hashes, digests = state.hashes, state.digests
     for _, alike in itertools.groupby(_all_contents(state.unhashed), lambda content: content.shape[2]):
-        content = torch.cat(list(alike), 1)
-        added = [row_hash.added(row) for row_hash, row in zip(state.hashes, content, strict=True)]
-        state = replace(
-            state,
-            hashes=tuple(row_hash for row_hash, _ in added),
-            digests=tuple((*old, *new) for old, (_, new) in zip(state.digests, added, strict=True)),
-        )
-        assert state.hashes is not None
-    return replace(state, unhashed=())
+        first, *others = alike
+        content = np.concatenate([first, *others], 1) if others else first
+        added = [row_hash.added(row) for row_hash, row in zip(hashes, content, strict=True)]
+        hashes = tuple([row_hash for row_hash, _ in added])
+        digests = tuple([(*old, *new) for old, (_, new) in zip(digests, added, strict=True)])
+    return replace(state, hashes=hashes, digests=digests, unhashed=())
 
 
-def _all_contents(unhashed: Sequence[SessionStep | bytes]) -> Iterator[torch.Tensor]:
+def _all_contents(unhashed: Sequence[SessionStep | bytes]) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the content of all these steps, [batch, tokens, bytes]."""
     for size, alike in itertools.groupby(unhashed, lambda each: len(each) if isinstance(each, bytes) else 0):
         if size:
-            data = bytearray().join([each for each in alike if isinstance(each, bytes)])
-            yield torch.frombuffer(data, dtype=torch.uint8).view(1, -1, size)
+            data = b"".join([each for each in alike if isinstance(each, bytes)])
+            yield np.frombuffer(data, np.uint8).reshape(1, -1, size)
         else:
             steps = _joined(each for each in alike if isinstance(each, SessionStep))
-            yield from itertools.chain.from_iterable(map(_contents, steps))
+            yield from (content.numpy() for each in steps for content in _contents(each))
 
 
 def _joined(steps: Iterable[SessionStep]) -> Iterator[SessionStep]:

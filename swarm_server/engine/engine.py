@@ -551,7 +551,7 @@ class Engine:
             output = self._run_graph(blocks, batch, hidden, positions, places, adapter)
         if output is None:
             output = self._run_blocks(blocks, batch, hidden, positions, joined, places, shares)
-        return list(output.split([work.num_rows for work in batch]))
+        return [output] if len(batch) == 1 else list(output.split([work.num_rows for work in batch]))
 
     def _run_blocks(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swarm_models.kernels.int4_linear import KernelInt4Weight
@@ -101,9 +102,9 @@ class Assembled:
     """A program with the memory in which it computes, which other programs may share.
 
     Attributes:
-        hidden: [rows, 1, hidden_size], to be written before a run.
+        hidden: [rows, 1, hidden_size] float32, to be written before a run.
         positions: [rows, 1] int64, to be written before a run.
-        output: [rows, 1, hidden_size], to be read after a run.
+        output: [rows, 1, hidden_size] float32, to be read after a run.
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class Assembled:
         num_rows = sizes.pop(self._positions_number)
         offsets, total = _arena(code, sizes, kept=(hidden.memory.number, output.memory.number))
         arena = room(total)
-        self.positions = torch.zeros(num_rows, 1, dtype=torch.int64)
+        self.positions = np.zeros((num_rows, 1), dtype=np.int64)
         width = sizes[hidden.memory.number] // num_rows
         self.hidden, self.output = (
-            arena[offsets[place.memory.number] + place.offset :][: num_rows * width].view(num_rows, 1, width)
+            arena[offsets[place.memory.number] + place.offset :][: num_rows * width].view(num_rows, 1, width).numpy()
             for place in (hidden, output)
         )
         start = arena.data_ptr()
         addresses = {number: start + 4 * offset for number, offset in offsets.items()}
-        addresses[self._positions_number] = self.positions.data_ptr()
+        addresses[self._positions_number] = self.positions.ctypes.data
         group = next((lowered.weight.links.handle for lowered in code if isinstance(lowered.weight, SplitWeight)), 0)
         self.program = Program([self._instruction(lowered, addresses) for lowered in code], group)
         self._arena = arena

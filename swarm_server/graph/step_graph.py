@@ -84,13 +84,13 @@ class StepGraphs:
         if linear is None or (slot is not None and adapter is not None and not slot.holds(adapter)):
             return None
         assembled = self._program(blocks, slot, linear, num_rows * num_new)
-        flat = hidden if num_new == 1 else [rows.reshape(-1, 1, rows.shape[2]) for rows in hidden]
-        torch.cat(list(flat), out=assembled.hidden)
-        assembled.positions.copy_(positions.reshape(-1, 1))
+        flat = [rows.numpy().reshape(-1, 1, rows.shape[2]) for rows in hidden]
+        np.concatenate(flat, out=assembled.hidden)
+        assembled.positions[:] = positions.numpy().reshape(-1, 1)
         attending, keep = _places(places, linear.windows, seen, num_new)
         done = assembled.program.run(attending)
         del keep
-        return assembled.output.view(num_rows, num_new, -1).clone() if done else None
+        return torch.from_numpy(assembled.output.reshape(num_rows, num_new, -1).copy()) if done else None
 
     def _first_refusal(self) -> str | None:
         if not Program.is_available():

@@ -331,21 +331,19 @@ def grow(
 
 def grown_in_place(row: KvRow, count: int, layout: PageLayout, lease: Lease, growth: Growth) -> KvRow | None:
     """Return a row, grown where it ends; return None, and change nothing, if it has no room there."""
+    grown = []
     for group, parts in zip(layout.groups, row.parts, strict=True):
         if not parts or len(parts) > MAX_PARTS:
             return None
         last = parts[-1]
-        page = last.page
-        if page.lease is not lease or last.end != page.filled[last.row] or page.capacity < last.end + count:
+        page, end = last.page, last.end + count
+        if page.lease is not lease or last.end != page.filled[last.row] or page.capacity < end:
             return None
         if group.window is not None and length_of(parts) + count > group.most:
             return None
-    grown = []
-    for parts in row.parts:
-        last = parts[-1]
-        end = last.end + count
-        growth.fill(last.page, last.row, end)
-        grown.append((*parts[:-1], PageSlice(last.page, last.row, last.start, end)))
+        grown.append((*parts[:-1], PageSlice(page, last.row, last.start, end)))
+    for *_, last in grown:
+        growth.fill(last.page, last.row, last.end)
     return KvRow(row.length + count, tuple(grown))
 
 

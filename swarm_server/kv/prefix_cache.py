@@ -12,8 +12,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from swarm_protocol.wire.codec import as_numpy
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
 
@@ -29,16 +32,17 @@ class ContentHash:
         if before is not None:
             self._digest, self._num_tokens = before._digest.copy(), before._num_tokens
 
-    def added(self, content: torch.Tensor) -> tuple[ContentHash, list[bytes]]:
+    def added(self, content: npt.ArrayLike) -> tuple[ContentHash, list[bytes]]:
         """Return the hash after ``content``, [tokens, bytes per token] uint8, and the digests of newly full pages."""
         other = ContentHash(b"", self)
         return other, other._add(content)
 
-    def _add(self, content: torch.Tensor) -> list[bytes]:
-        data, token_bytes = content.contiguous().numpy().data.cast("B"), content.shape[1]
+    def _add(self, content: npt.ArrayLike) -> list[bytes]:
+        tokens = np.ascontiguousarray(content)
+        data, token_bytes = tokens.data.cast("B"), tokens.shape[1]
         digests, start = [], 0
-        while start < len(content):
-            end = min(start + PAGE_TOKENS - self._num_tokens % PAGE_TOKENS, len(content))
+        while start < len(tokens):
+            end = min(start + PAGE_TOKENS - self._num_tokens % PAGE_TOKENS, len(tokens))
             self._digest.update(data[start * token_bytes : end * token_bytes])
             self._num_tokens += end - start
             if self._num_tokens % PAGE_TOKENS == 0:
@@ -52,29 +56,29 @@ def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.
 
     hidden: [batch, tokens, size]; position_ids: [batch, tokens] or [batch, tokens, axes]; mask: [batch, tokens].
     """
-    dtype = torch.full(hidden.shape[:2], _DTYPES.index(hidden.dtype), dtype=torch.uint8)
-    return torch.cat(
-        [
-            dtype[..., None],
-            hidden.contiguous().view(torch.uint8),
-            _numbers(position_ids)[..., None].view(torch.uint8),
-            mask.to(torch.uint8)[..., None],
-        ],
-        dim=-1,
-    )
+    data = np.ascontiguousarray(as_numpy(hidden)).view(np.uint8)
+    content = np.empty((*data.shape[:2], data.shape[2] + 10), np.uint8)
+    content[..., 0] = _DTYPES.index(hidden.dtype)
+    content[..., 1:-9] = data
+    content[..., -9:-1] = _numbers(position_ids.numpy())[..., None].view(np.uint8)
+    content[..., -1] = mask.numpy()
+    return torch.from_numpy(content)
 
 
-def _numbers(position_ids: torch.Tensor) -> torch.Tensor:
+def _numbers(position_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     """Return one int64 for each position, [batch, tokens]. Equal values on all axes give that value, as without axes.
 
     Models with axes have at most ``MAX_POSITIONS_WITH_AXES`` positions, so that no two positions give the same number.
     """
-    ids = position_ids.to(torch.int64)
-    if ids.dim() == 2:
-        return ids.contiguous()
-    first, *others = ids.unbind(-1)
+    ids = np.ascontiguousarray(position_ids, np.int64)
+    if ids.ndim == 2:
+        return ids
+    first, *others = np.moveaxis(ids, -1, 0)
     bits = MAX_POSITIONS_WITH_AXES.bit_length()
-    return first + sum((axis - first) << (bits * number) for number, axis in enumerate(others, 1))
+    numbers: npt.NDArray[np.int64] = first + sum(
+        (axis - first) << (bits * number) for number, axis in enumerate(others, 1)
+    )
+    return numbers
 
 
 class PrefixCache:
