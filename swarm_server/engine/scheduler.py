@@ -333,7 +333,7 @@ class Scheduler:
             return [self._run_one_by_one(work) for work in batch]
 
     def _run_one_by_one(self, work: WorkItem) -> Any:
-        results = [self._run([piece])[0] for piece in work.pieces()]
+        results = [self._run([work.part([number])])[0] for number in range(work.num_pieces)]
         return results[0] if work.next_positions is None else results
 
 

@@ -98,15 +98,29 @@ class WorkItem:
         else:
             self.deliver(self.rows, result)
 
-    def pieces(self) -> list[WorkItem]:
-        """Return each of the next positions as work of its own; only this work if it is anything else."""
-        positions = self.next_positions
-        if positions is None or len(positions) == 1:
-            return [self]
-        return [
-            replace(self, next_positions=positions.part([number]), rows=[row], names=[names])
-            for number, (row, names) in enumerate(zip(self.rows, self.names, strict=True))
-        ]
+    def part(self, numbers: Sequence[int]) -> WorkItem:
+        """Return the pieces with these numbers as work of their own; this work if these are all pieces."""
+        if len(numbers) == self.num_pieces:
+            return self
+        assert self.next_positions is not None
+        rows, names = [self.rows[number] for number in numbers], [self.names[number] for number in numbers]
+        return replace(self, next_positions=self.next_positions.part(numbers), rows=rows, names=names)
+
+
+@dataclass(eq=False, slots=True)
+class WaitingPosition:
+    """One of the next positions of a piece of work, which wait for their turns one by one.
+
+    What is said of a ``WorkItem`` of one position is true of each.
+    """
+
+    work: WorkItem
+    number: int
+    session = call = None
+    num_tokens = num_positions = num_pieces = 1
+
+
+Waiting = WorkItem | WaitingPosition
 
 
 class WorkQueue:
@@ -129,7 +143,7 @@ class WorkQueue:
         alone: the next server can start on this lane of a large batch while the other lanes are computed here.
         """
         self._mixes_sessions, self._chunk_positions = mixes_sessions, chunk_positions
-        self._waiting = [FairQueue[WorkItem](num_levels=2) for _ in WorkKind]  # by kind
+        self._waiting = [FairQueue[Waiting](num_levels=2) for _ in WorkKind]  # by kind
         self._prompts = PromptOrder()  # keyed by the id() of each session
         self._num_others = _PROMPTS_BETWEEN  # turns since the last decoding
         self._num_calls = 0  # short calls since the last decoding step
@@ -145,8 +159,8 @@ class WorkQueue:
     def add(self, work: WorkItem) -> None:
         if work.next_positions is not None:
 
-            def split() -> Iterator[QueueEntry[WorkItem]]:
-                return ((piece, piece.names[0], piece.cost, ()) for piece in work.pieces())
+            def split() -> Iterator[QueueEntry[Waiting]]:
+                return ((WaitingPosition(work, number), names, 1, ()) for number, names in enumerate(work.names))
 
             self._waiting[work.kind].add_together(work, work.num_pieces, split)
             return
@@ -193,7 +207,7 @@ class WorkQueue:
 
     def clear(self) -> list[WorkItem]:
         """Take out and return all waiting work."""
-        return [work for waiting in self._waiting for work in waiting.clear()]
+        return _rejoined([each for waiting in self._waiting for each in waiting.clear()])
 
     def _next_kind(self) -> WorkKind:
         decode, prefill, training, background = map(len, self._waiting)
@@ -214,7 +228,7 @@ class WorkQueue:
     def _batch(self, kind: WorkKind, most_positions: int, alone_positions: int) -> list[WorkItem]:
         """Take the first work, and steps with as many new positions. Steps of ``alone_positions`` or more run alone."""
         waiting = self._waiting[kind]
-        batch: list[WorkItem] = []
+        batch: list[Waiting] = []
         if kind is WorkKind.DECODE and self._mixes_sessions:
             batch = waiting.take_all(lambda all_work: _fit_together(all_work, most_positions, alone_positions))
         if not batch:
@@ -225,13 +239,25 @@ class WorkQueue:
                 self._prompts.has_turn(id(first.session))
             if first.call is None and self._mixes_sessions and first.num_positions < alone_positions:
                 batch += _companions(first, waiting, most_positions - first.num_positions, alone_positions)
-        for work in batch:
+        works = _rejoined(batch)
+        for work in works:
             if work.step is not None and not work.step.num_following:
                 self.forget(work.session)
-        return batch
+        return works
 
 
-def _fit_together(all_work: Sequence[WorkItem], most_positions: int, alone_positions: int) -> bool:
+def _rejoined(batch: Sequence[Waiting]) -> list[WorkItem]:
+    """Return the work of a batch, in which next positions that came as one piece of work are one again."""
+    numbers: dict[WorkItem, list[int]] = {}
+    for each in batch:
+        if isinstance(each, WaitingPosition):
+            numbers.setdefault(each.work, []).append(each.number)
+        else:
+            numbers[each] = []
+    return [work.part(of_work) if of_work else work for work, of_work in numbers.items()]
+
+
+def _fit_together(all_work: Sequence[Waiting], most_positions: int, alone_positions: int) -> bool:
     """Return whether all this work is steps that one batch takes, whatever their order; see ``_companions``."""
     num_tokens = all_work[0].num_tokens
     if not num_tokens or sum([work.num_positions for work in all_work]) > most_positions:
@@ -240,12 +266,10 @@ def _fit_together(all_work: Sequence[WorkItem], most_positions: int, alone_posit
     return all([work.num_tokens == num_tokens and work.num_positions < most * work.num_pieces for work in all_work])
 
 
-def _companions(
-    first: WorkItem, waiting: FairQueue[WorkItem], num_left: int, alone_positions: int
-) -> Iterator[WorkItem]:
+def _companions(first: Waiting, waiting: FairQueue[Waiting], num_left: int, alone_positions: int) -> Iterator[Waiting]:
     """Take out and yield steps with as many new positions as ``first``, of ``num_left`` positions together."""
 
-    def fits(work: WorkItem) -> bool:
+    def fits(work: Waiting) -> bool:
         is_alike = work.num_tokens == first.num_tokens
         return is_alike and work.num_positions < alone_positions and work.num_positions <= num_left
 
