@@ -58,6 +58,10 @@ class Neighbours:
         """Return the stream to the server that all sessions share. Raise the errors of ``stub``."""
         return await self._streams.to(peer_id)
 
+    def open_push_stream(self, peer_id: str) -> PushStream | None:
+        """Return this stream if it is open already."""
+        return self._streams.living(peer_id)
+
     async def knows(self, peer_id: str) -> bool:
         """Return whether the peer is a server of the swarm."""
         if peer_id not in self._records:

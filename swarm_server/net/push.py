@@ -125,6 +125,17 @@ class Pusher:
         # step is computed while this one travels.
         await self._write(call, _requests(step, parts), waits=False)
 
+    def send_at_once(self, step: pb.Step) -> bool:
+        """Send a small settled step like ``send`` if nothing delays it; return whether it is sent."""
+        stream = self._neighbours.open_push_stream(self._hop.peer_id) if self._connecting.done() else None
+        if stream is None or not step.settled or step.hidden.size_bytes > _MAX_SETTLED_BYTES:
+            return False
+        self._forget_taken()
+        if not self._may_bundle(step, []):
+            return False
+        self._post_bundled(stream, step)
+        return True
+
     def _may_bundle(self, step: pb.Step, parts: Parts) -> bool:
         """Return whether the shared stream may carry the step: nothing is under way on the other one to overtake."""
         is_idle = not self._untaken and (self._writing is None or self._writing.done())
@@ -150,10 +161,10 @@ class Pusher:
             self._lost(error)
             await self._give_up_late(step, [])
             return
-        self._untaken[step.number] = step, []
         self._post_bundled(stream, step)
 
     def _post_bundled(self, stream: PushStream, step: pb.Step) -> None:
+        self._untaken[step.number] = step, []
         self._bundled[step.number] = stream
         taken = stream.send(self._hop.push_key, step)
         taken.add_done_callback(lambda done: asyncio.ensure_future(self._answered(step.number, done.result())))
@@ -161,11 +172,9 @@ class Pusher:
     def _ask_for_settled(self) -> None:
         """Send unacknowledged settled steps of the shared stream again, so that the other server acknowledges them."""
         for number, stream in list(self._bundled.items()):
-            step, parts = self._untaken.get(number, (None, []))  # None if the stream is broken
+            step, _ = self._untaken.get(number, (None, []))  # None if the stream is broken
             if step is not None and step.settled:
-                step = _unsettled(step)
-                self._untaken[number] = step, parts
-                self._post_bundled(stream, step)
+                self._post_bundled(stream, _unsettled(step))
 
     async def _answered(self, number: int, taken: bool) -> None:
         if taken:

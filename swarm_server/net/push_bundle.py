@@ -89,14 +89,15 @@ class PushStreams:
 
     async def to(self, peer_id: str) -> PushStream:
         """Return the stream to a server. Raise PeerUnavailable or BadReply if the server cannot be reached."""
-        if (stream := self._living(peer_id)) is not None:
+        if (stream := self.living(peer_id)) is not None:
             return stream
         stub = await self._stub(peer_id)
-        stream = self._living(peer_id)  # another caller may have been faster
+        stream = self.living(peer_id)  # another caller may have been faster
         if stream is None:
             self._streams[peer_id] = stream = PushStream(stub)
         return stream
 
-    def _living(self, peer_id: str) -> PushStream | None:
+    def living(self, peer_id: str) -> PushStream | None:
+        """Return the stream to a server, or None if there is none that has not ended."""
         stream = self._streams.get(peer_id)
         return None if stream is None or stream.ended else stream

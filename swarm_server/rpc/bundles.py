@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ C = TypeVar("C")
 _MAX_UNDER_WAY = 4  # steps of one session at the same time
 _MAX_TASKS = 512  # steps of one client on one stream at the same time
 _MAX_STREAMS = 8  # streams of one client
+_MOST_CLIENTS = 256  # of a server that pushes, whose shares of memory are kept at hand
 _MAX_UNREAD_BYTES = 4 * MIB  # replies that the other side has not read
 _logger = logging.getLogger(__name__)
 
@@ -352,6 +354,7 @@ def take_pushed(
     outbox: Outbox[pb.TakenStep],
 ) -> Callable[[StepTasks, pb.PushedStep], None]:
     """Return a function that takes the steps that another server pushes, and acknowledges each to that server."""
+    arrivals_of = lru_cache(_MOST_CLIENTS)(arrivals.of)  # one for the steps of a client that come together
 
     def take(tasks: StepTasks, entry: pb.PushedStep) -> None:
         def tell(could_be: bool) -> None:
@@ -361,7 +364,7 @@ def take_pushed(
         try:
             hosted = find(entry.push_key)
             # The pushed step counts in the share of the session's client.
-            tasks.add(hosted, entry.step, arrivals.of(hosted.client), tell)
+            tasks.add(hosted, entry.step, arrivals_of(hosted.client), tell)
         except (SessionLost, RequestRejected):  # the other entries continue
             tell(False)
 

@@ -356,17 +356,27 @@ class HostedSession:
         on_end(asyncio.CancelledError() if done.cancelled() else done.exception() or done.result())
 
     def _has_put(self, request: pb.Step, outputs: StepOutputs, number: int) -> bool:
-        """Send an output that goes to the client alone without waiting; return False if that is not possible."""
-        if self._pusher is not None or self._copier is not None or request.every_block or not self._routed.is_set():
+        """Send an output on without waiting; return False if that is not possible."""
+        if self._copier is not None or request.every_block or not self._routed.is_set():
             return False
         if request.number <= self._sent_number:
             return True
         try:
+            if self._pusher is not None:
+                return self._has_pushed(self._pusher, request, outputs, number)
             put = self._reply.put
             return put is not None and put(lambda reply: self._fill(reply.output, request, outputs, number))
         except Exception:  # a task sends it, or meets the same error
             _logger.exception("an output could not be bundled")
             return False
+
+    def _has_pushed(self, pusher: Pusher, request: pb.Step, outputs: StepOutputs, number: int) -> bool:
+        answer = pb.Output()
+        has_parts = outputs.fill(answer, number, None, self._next_codec)
+        if has_parts or not pusher.send_at_once(_with_hidden(request, answer.hidden)):
+            return False
+        self._services.counters.sent_bytes["push"] += answer.hidden.size_bytes
+        return True
 
     async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
         """Send the last block's outputs on, unless they were sent before; then each block's, if they are wanted."""

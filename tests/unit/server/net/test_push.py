@@ -69,6 +69,9 @@ class Channels:
     async def push_stream(self, peer_id: str) -> PushStream:
         return await self._streams.to(peer_id)
 
+    def open_push_stream(self, peer_id: str) -> PushStream | None:
+        return self._streams.living(peer_id)
+
     async def stub(self, _peer_id: str) -> Channels:
         return self
 
@@ -208,6 +211,22 @@ async def test_small_steps_of_sessions_that_are_ready_together_are_one_message()
         await asyncio.gather(*(pusher.send(pb.Step(number=7 + key), []) for key, pusher in enumerate(pushers)))
         assert all([await pusher.drain() for pusher in pushers])
     assert other.bundles == [[7, 8, 9]]
+
+
+async def test_a_settled_step_is_sent_at_once_on_a_stream_that_is_open_after_steps_that_were_taken() -> None:
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, True)
+        settled = [pb.Step(number=number, settled=True) for number in range(5)]
+        assert not pusher.send_at_once(settled[0])  # no stream is open
+        await pusher.send(settled[1], [])
+        assert not pusher.send_at_once(pb.Step(number=2))
+        assert pusher.send_at_once(settled[2]) and pusher.send_at_once(settled[3])
+        await pusher.send(pb.Step(number=4), [])
+        assert await pusher.drain()
+        await pusher.retire()
+        assert not pusher.send_at_once(settled[4])
+    assert sorted(set(other.taken)) == [1, 2, 3, 4]
 
 
 async def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
