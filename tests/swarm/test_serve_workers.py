@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.swarm.waiting import DEADLINE_S, wait_for
 
 KEYS = [f"sk-{number}" for number in range(500)]  # each may ask twice in a minute
 PER_MINUTE = 2
+NUM_STREAMS = 32
 
 
 @dataclass
@@ -63,17 +65,33 @@ class Workers:
         with self.client(key) as client:
             return client.get(path)
 
+    def streamed(self, prompt: str) -> str:
+        """Return the text of a streamed completion of eight tokens."""
+        body = {"model": DEFAULT_MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
+        with self.client() as client, client.stream("POST", "/completions", json=body) as stream:
+            *chunks, end = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
+        assert end == "[DONE]", end
+        return "".join([json.loads(chunk)["choices"][0]["text"] for chunk in chunks])
+
     def complete(self, key: str = "") -> int:
         return self.post("/completions", key, prompt="Return", max_tokens=1).status_code
 
 
 @pytest.fixture
-def workers(cluster: Any, tmp_path: Path) -> Iterator[Workers]:
+def workers(request: pytest.FixtureRequest, cluster: Any, tmp_path: Path) -> Iterator[Workers]:
+    """Return a gateway that generates one answer at a time, or as many as the test's parameter says."""
     swarm = f"workers-{os.getpid()}"
     (tmp_path / "keys").write_text("\n".join(KEYS))
     server = cluster.start("--swarm", swarm, "--num-blocks", "20", "--quant", "none")
     cluster.wait_ready([server])
-    flags = ["--max-active", "1", "--max-queued", "0", "--requests-per-minute", str(PER_MINUTE)]
+    flags = [
+        "--max-active",
+        str(getattr(request, "param", 1)),
+        "--max-queued",
+        "0",
+        "--requests-per-minute",
+        str(PER_MINUTE),
+    ]
     files = ["--api-keys", "keys", "--batches", "batches", "--history", "none"]
     serving = ServeProcess("--workers", "2", "--swarm", swarm, *flags, *files, directory=tmp_path)
     children = psutil.Process(serving.pid).children()
@@ -109,6 +127,15 @@ def test_two_workers_are_one_gateway(workers: Workers) -> None:
             asked = {"input_file_id": file["id"], "endpoint": line["url"], "completion_window": "24h"}
             batch = client.post("/batches", json=asked).json()
     wait_for(lambda: workers.get(f"/batches/{batch['id']}", key).json()["status"] == "completed", "the batch is over")
+
+
+@pytest.mark.parametrize("workers", [NUM_STREAMS], indirect=True)
+def test_simultaneous_streams_get_what_each_would_get_alone(workers: Workers) -> None:
+    prompts = [f"Return {number % 4}" for number in range(NUM_STREAMS)]
+    alone = {prompt: workers.streamed(prompt) for prompt in prompts[:4]}
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        assert list(threads.map(workers.streamed, prompts)) == [alone[prompt] for prompt in prompts]
+    assert all(alone.values())
 
 
 def test_a_killed_worker_is_replaced_and_its_place_comes_back(workers: Workers) -> None:
