@@ -16,7 +16,7 @@ from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerError, P
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
 
-_TIMES_WAITING = 4  # the allowance for later batches, as a multiple of those that have waited together with the step
+_TIMES_WAITING = 4  # the allowance for later batches, as a multiple of the longest queue while the step waited
 _SPARE_BATCHES = 16
 _STRANGER_FACTOR = 4.0  # extra time for a server that reports work, but has not answered yet
 _ALMOST = 0.9  # the fraction of a time limit that counts as all of it, because clocks differ slightly

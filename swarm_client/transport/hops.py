@@ -228,15 +228,15 @@ class HopSession:
     def expect_after(self, num_batches: int, most: int) -> None:
         """Record that the server has the next step and has ended ``num_batches``; ``most`` more may come first.
 
-        Of several reports on one step, the first ``num_batches`` and the largest ``most`` hold: in a burst of prompts,
-        few others wait at first, and many a moment later.
+        If the server reports several times on one step, the first ``num_batches`` and the largest ``most`` count: in a
+        burst of prompts, few others wait at first, and many a moment later.
         """
         if self._first_batches is None:
             self._first_batches = num_batches
         self.due_batches = max(self.due_batches or 0, self._first_batches + most)
 
     def expect_nothing(self) -> None:
-        """Record that the server is not known to have the next step."""
+        """Forget the expected count of batches, because the server has not reported that it has the next step."""
         self.due_batches = self._first_batches = None
 
     def doubt(self, first_number: int) -> None:

@@ -52,10 +52,10 @@ class Outbox(Generic[E]):
         self._count(bundle, size_bytes)
 
     def put_filled(self, fill: Callable[[E], object]) -> bool:
-        """Let ``fill`` fill in a new entry in the message itself, which takes half as long as to make and copy one.
+        """Call ``fill`` on a new entry of the waiting message, which takes half as long as ``put``.
 
-        Return False, and add nothing, if ``fill`` returns what has no place there, or the entry is too large (see
-        ``may_be_bundled``).
+        Return False, and remove the entry, if ``fill`` returns parts that do not fit into it, or if the entry is larger
+        than ``MAX_BUNDLED_BYTES``.
         """
         bundle = self._bundle_with_room(MAX_BUNDLED_BYTES)
         entry, is_added = bundle.entries.add(), False
@@ -65,9 +65,12 @@ class Outbox(Generic[E]):
                 is_added = True
         finally:
             if not is_added:
+                self._waiting.pop()
                 bundle.entries.pop()
-                if not bundle.entries:
-                    self._waiting.pop()
+                if bundle.entries:  # a message keeps the memory of what it has lost, so go on with a copy
+                    copy = self._message_type()
+                    copy.CopyFrom(bundle.message)
+                    self._waiting.append(_Bundle(copy, getattr(copy, self._field), bundle.size_bytes))
         return is_added
 
     def _bundle_with_room(self, size_bytes: int) -> _Bundle:

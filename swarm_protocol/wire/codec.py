@@ -131,7 +131,7 @@ def _raw_bytes(tensor: torch.Tensor) -> bytes:
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return the elements of a tensor on the CPU, in the same memory; bfloat16, which numpy lacks, as int16.
 
-    Numpy's calls on few elements, unlike torch's, do not let other threads take the interpreter.
+    Unlike torch, numpy does not release the interpreter's lock in calls on few elements.
     """
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 

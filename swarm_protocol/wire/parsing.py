@@ -32,9 +32,9 @@ def parse(kind: type[T], data: bytes) -> T:
 
 
 def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, depth: int) -> int:
-    """Return ``num_fields`` plus the fields of the message that is here; raise IndexError if it is cut off.
+    """Return ``num_fields`` plus the fields of the message in ``data[position:end]`` and of all nested ones.
 
-    The fields of all nested messages count too. ``kind``: the message's descriptor.
+    Raise IndexError if a message is cut off. ``kind``: the message's descriptor.
     """
     if depth > _MAX_DEPTH:
         raise IndexError

@@ -111,7 +111,7 @@ class WorkItem:
 class WaitingPosition:
     """One of the next positions of a piece of work, which wait for their turns one by one.
 
-    What is said of a ``WorkItem`` of one position is true of each.
+    It has those attributes of a ``WorkItem`` of one position that the queue reads.
     """
 
     work: WorkItem
@@ -247,7 +247,7 @@ class WorkQueue:
 
 
 def _rejoined(batch: Sequence[Waiting]) -> list[WorkItem]:
-    """Return the work of a batch, in which next positions that came as one piece of work are one again."""
+    """Return the work of a batch, with the positions that arrived in one ``WorkItem`` joined again."""
     numbers: dict[WorkItem, list[int]] = {}
     for each in batch:
         if isinstance(each, WaitingPosition):

@@ -59,7 +59,7 @@ class Neighbours:
         return await self._streams.to(peer_id)
 
     def open_push_stream(self, peer_id: str) -> PushStream | None:
-        """Return this stream if it is open already."""
+        """Return the stream to the server that all sessions share; None if none is open."""
         return self._streams.living(peer_id)
 
     async def knows(self, peer_id: str) -> bool:

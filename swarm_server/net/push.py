@@ -126,7 +126,8 @@ class Pusher:
         await self._write(call, _requests(step, parts), waits=False)
 
     def send_at_once(self, step: pb.Step) -> bool:
-        """Send a small settled step like ``send`` if nothing delays it; return whether it is sent."""
+        """Send a small settled step without waiting, if the shared stream is open and nothing is under way on the
+        session's own stream. Return whether it was sent."""
         stream = self._neighbours.open_push_stream(self._hop.peer_id) if self._connecting.done() else None
         if stream is None or not step.settled or step.hidden.size_bytes > _MAX_SETTLED_BYTES:
             return False

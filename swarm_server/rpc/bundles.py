@@ -19,7 +19,7 @@ from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.routine import end_tasks
-from swarm_protocol.wire.bundling import Outbox
+from swarm_protocol.wire.bundling import Outbox, may_be_bundled
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
@@ -32,7 +32,7 @@ C = TypeVar("C")
 _MAX_UNDER_WAY = 4  # steps of one session at the same time
 _MAX_TASKS = 512  # steps of one client on one stream at the same time
 _MAX_STREAMS = 8  # streams of one client
-_MOST_CLIENTS = 256  # of a server that pushes, whose shares of memory are kept at hand
+_MOST_CLIENTS = 256  # the clients of a server that pushes, whose ``Arrivals`` are kept at hand
 _MAX_UNREAD_BYTES = 4 * MIB  # replies that the other side has not read
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class ReplyBundle:
             return has_room and self._outbox.put_filled(fill_entry)
 
         async def reply(replies: list[pb.SessionReply]) -> None:
-            if not (_is_answer(replies) and put(lambda reply: reply.CopyFrom(replies[0]))):
+            fits = _is_answer(replies) and may_be_bundled(replies[0])
+            if not (fits and put(lambda reply: reply.CopyFrom(replies[0]))):
                 await otherwise(replies)
 
         self.num_sessions += 1

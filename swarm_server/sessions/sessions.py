@@ -55,7 +55,8 @@ class Reply:
     Attributes:
         send: sends the messages of one reply.
         put: sends an output or a failure, which its argument fills in, later, together with those of other sessions.
-            Returns False if it cannot, or if not all has its place there. None if it never can.
+            Returns False if there is no room for it, or if it does not fit into one entry. None: the session's replies
+            are never sent so.
     """
 
     send: Send
@@ -371,6 +372,8 @@ class HostedSession:
             return False
 
     def _has_pushed(self, pusher: Pusher, request: pb.Step, outputs: StepOutputs, number: int) -> bool:
+        if not request.settled:
+            return False
         answer = pb.Output()
         has_parts = outputs.fill(answer, number, None, self._next_codec)
         if has_parts or not pusher.send_at_once(_with_hidden(request, answer.hidden)):

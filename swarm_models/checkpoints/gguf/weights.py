@@ -31,7 +31,8 @@ _SHARD = re.compile(r"(.*-)(\d{5})(-of-(\d{5})\.gguf)")
 _MAX_SHARDS = 1024
 _ALWAYS_TIED = ("bloom", "falcon")  # transformers takes their heads from their embeddings
 _GEMMA2_27B_LAYERS = 46  # the only gemma2 with another scale of attention
-_BIASES = {"attention_bias": ".attn_q.bias", "mlp_bias": ".ffn_down.bias"}  # settings, by the tensors that show them
+# Settings that GGUF files do not contain, each with the end of a tensor's name that is there only if they are true:
+_BIASES = {"attention_bias": ".attn_q.bias", "mlp_bias": ".ffn_down.bias"}
 _TILE = 1 << 16  # how many numbers are unpacked at a time
 _SAMPLE_BYTES = 4096
 # Classes of transformers that change matrices row by row. Tensors with one of these marks in their names are changed
@@ -68,9 +69,12 @@ class GgufWeights:
         self.config = _read_config(self._path, first)
         if "output.weight" in stored and first.architecture not in _ALWAYS_TIED:
             self.config.update({"tie_word_embeddings": False})  # transformers looks for it in the first file only
-        for setting, end in _BIASES.items():
-            if hasattr(self.config, setting) and any(key.endswith(end) for key in stored):
-                self.config.update({setting: True})  # the file's values do not contain it
+        with_biases = {
+            setting: True
+            for setting, end in _BIASES.items()
+            if hasattr(self.config, setting) and any(key.endswith(end) for key in stored)
+        }
+        self.config.update(with_biases)
         self.config.update(missing_rope(self.config, first, self._path))
         with any_error_as(partial(_unsupported, self._path)):
             self._model = model_names(self.config, first.architecture)
@@ -82,6 +86,9 @@ class GgufWeights:
                 self._parts.setdefault(full, {})[key] = tensor
             elif key not in (FACTORS, *OTHER_FACTORS, "output.weight"):  # the head of a model that ties it
                 raise UnsupportedModel(f"{self._path} holds {key}, which the installed transformers does not read")
+        lacking = [name for name in self._model.shapes if name.endswith(".bias") and name not in self._parts]
+        if with_biases and lacking:
+            raise UnsupportedModel(f"{self._path} has biases, but lacks {lacking[0]}")
         self.names = tuple(self._parts)
 
     def unread(self, _names: Iterable[str]) -> set[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
-from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, PART_BYTES
-from tests.unit.support import run
+from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB, PART_BYTES
+from tests.unit.support import resident_bytes, run
 
 FATAL = 99  # the entry that cannot be filled in
 
@@ -107,3 +108,17 @@ async def test_an_entry_that_is_not_filled_in_or_too_large_is_not_sent() -> None
     outbox.close()
     await sending
     assert messages == [list(numbers)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+def test_entries_that_are_too_large_keep_no_memory() -> None:
+    """A message keeps what its removed entries took, as long as it waits for a client that does not read."""
+
+    async def send(_message: pb.TakenBundle) -> None: ...
+
+    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
+    outbox.put(pb.TakenStep(number=1))
+    content, before = bytes(MIB), resident_bytes()
+    for _ in range(64):
+        assert not outbox.put_filled(lambda entry: setattr(entry, "push_key", content))
+    assert resident_bytes() - before < 16 * MIB
