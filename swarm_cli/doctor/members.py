@@ -25,6 +25,7 @@ from swarm_protocol.wire.printable import printable
 
 _LOOK_S = 45.0  # joining, reading and asking have their own limits
 _LOOK_AGAIN_S = 15.0
+_SPARE_S = 5.0  # of ``_LOOK_S``, so that what was read first is not lost
 _AGE_S = REFRESH_S / 2  # of a record, on average
 _CLOCK_S = 15.0  # a smaller difference may come from the age of records
 
@@ -74,12 +75,16 @@ async def look(
 
     A server that is busy answers the DHT too late, and one that has just started may be about to publish its record.
     """
+    clock = asyncio.get_running_loop().time
+    end_s = clock() + _LOOK_S - _SPARE_S
     snapshot = await read(config)
     listed = {server.record.peer_id for model in snapshot.models for server in model.servers}
     if not own <= listed:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_AGAIN_S):
-                snapshot = await read(config)
+        with suppress(TimeoutError, SwarmError):
+            async with asyncio.timeout_at(min(end_s, clock() + _LOOK_AGAIN_S)):
+                again = await read(config)
+            if again.models:
+                snapshot = again
     return snapshot
 
 

@@ -25,6 +25,7 @@ from swarm_gateway.monitor.model_monitor import ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
 from swarm_models.kernels.library import ENV_ISA, kernel
 from swarm_protocol.dht.records import LIFETIME_S, ServerRecord
+from swarm_protocol.errors import NoSwarm
 from swarm_protocol.process.local_registry import RegistryEntry
 from swarm_protocol.span import Span
 from tests.worlds.virtual_time import run_virtually
@@ -199,8 +200,10 @@ def test_whether_others_reach_a_server_of_this_machine():
         ([swarm_of(server(OTHER)), swarm_of(server(OWN), server(OTHER))], 2, 2),
         ([SwarmSnapshot(()), SwarmSnapshot(())], 2, 0),
         ([SwarmSnapshot(()), None], 2, 0),
+        ([swarm_of(server(OTHER)), SwarmSnapshot(())], 2, 1),
+        ([swarm_of(server(OTHER)), NoSwarm("nobody answers")], 2, 1),
     ],
-    ids=["listed", "none at first", "another at first", "never", "hangs the second time"],
+    ids=["listed", "none at first", "another at first", "never", "hangs the second time", "emptier", "gone"],
 )
 def test_a_swarm_that_lacks_a_server_of_this_machine_is_read_once_more(answers, num_reads, num_servers):
     reads = []
@@ -208,6 +211,8 @@ def test_a_swarm_that_lacks_a_server_of_this_machine_is_read_once_more(answers, 
     async def read(config: ClientConfig) -> SwarmSnapshot:
         reads.append(config)
         answer = answers[len(reads) - 1]
+        if isinstance(answer, Exception):
+            raise answer
         return answer if answer is not None else await asyncio.Event().wait()
 
     async def check() -> None:
