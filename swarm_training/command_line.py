@@ -32,7 +32,7 @@ from swarm_training.commands.flags import (
     parse_part,
 )
 from swarm_training.commands.staged import STAGE, TRAINER, StagesBackend, export_staged, join_staged, require_unstaged
-from swarm_training.contract.backend import Backend, Joining, Look, SendOrder
+from swarm_training.contract.backend import Backend, Joining, Look, PeerAddress, SendOrder
 from swarm_training.contract.views import RunView
 from swarm_training.core_backend import BACKEND
 from swarm_training.reports.observing import RunObserver
@@ -167,6 +167,10 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
     if file.stages.count:
         return join_staged(_required(stages), args, file, dataclasses.replace(who(), address=address))
     require_unstaged(args)
+    if args.client_mode and not args.initial_peers:
+        raise ValueError("--client-mode needs --initial-peers: a run is founded by a peer that others can call")
+    if args.client_mode and address != PeerAddress():
+        raise ValueError("--client-mode is for a machine that nobody can call: expected no address or port with it")
     if args.batch_size is not None:
         size = parse_batch_size(args.batch_size)
         batch = dataclasses.replace(file.batch, size=size, max_size=max(size, file.batch.max_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from swarm_models.gpu.devices import named_device
 from swarm_training.commands.flags import joining_as, parse_part
 from swarm_training.commands.joining import prepare, take_part
+from swarm_training.contract.backend import PeerAddress
 from swarm_training.core_backend import BACKEND
 from swarm_training.runfile.reading import read_run_file
 
@@ -22,6 +24,8 @@ def volunteer(
     membership: str | Path | None = None,
     identity: str | Path | None = None,
     part: str | None = None,
+    address: PeerAddress | None = None,
+    client_mode: bool = False,
     device: str = "auto",
     say: Callable[[str], object] = print,
 ) -> nn.Module:
@@ -31,6 +35,9 @@ def volunteer(
         initial_peers: multiaddrs of members of the run; empty: this peer founds the run.
         membership, identity: paths of files; ``membership`` is needed in a run with an organiser.
         part: the part of the data, such as "2/5", where peers have shared the data out.
+        address: how others reach this peer; by default at its address on the route to the initial peers, and a founder
+            from its own machine alone.
+        client_mode: whether nobody can call this peer, so that it calls others; it cannot found a run.
         say: called with a line for each step.
 
     Returns:
@@ -48,7 +55,10 @@ def volunteer(
     file = read_run_file(Path(run_file))
     own_part = None if part is None else parse_part(part)
     files = [None if path is None else Path(path) for path in (membership, identity)]
+    if client_mode and not initial_peers:
+        raise ValueError("client_mode needs initial_peers: a run is founded by a peer that others can call")
     who = joining_as("TRAINER", file, initial_peers, *files, locks=True)
+    who = replace(who, address=address or PeerAddress(), client_mode=client_mode)
     try:
         trained = prepare(file, who, own_part, device, say)
         try:

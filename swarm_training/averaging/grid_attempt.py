@@ -97,8 +97,10 @@ class GridAttempt:
         if mean is None:
             self._finals[number].leave_out(row)
         elif 0 < weight <= self._weights.get(row, 0.0):
+            if row in self._finals[number].missing:
+                members = self._grid.rows[row]
+                self._counted[number].update(members if counted is None else set(members) & set(counted))
             self._finals[number].put(row, mean, weight)
-            self._counted[number].update(self._grid.rows[row] if counted is None else counted)
         else:
             raise ValueError("the mean of a row has a weight that is not possible")
         self._settle(number)

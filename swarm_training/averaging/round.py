@@ -278,7 +278,8 @@ class AveragingRound:
         if message.counted and not fits(message.counted, self._num_members):
             raise RequestRejected("the owner has counted members that the group does not have")
         self.results[message.index] = message.data
-        # Older peers do not say which parts they counted. The result of an earlier group counts nothing of this one.
+        # Older peers do not say which parts they counted. A group that continues takes over an earlier result, in which
+        # none of its own parts are.
         unknown = () if self.group.continues else range(self._num_members)
         self._counted[message.index] = message.counted or self._bits(unknown)
         self.bytes_received += len(message.data)
@@ -298,6 +299,8 @@ class AveragingRound:
                     attempt.put(chunk.index, member, self._decode(chunk))
                 else:
                     weight = message.row.weight
+                    if chunk.counted and not fits(chunk.counted, self._num_members):
+                        return
                     counted = from_bits(chunk.counted, self._num_members) if chunk.counted else None
                     across.put_row(chunk.index, member, self._decode(chunk) if weight else None, weight, counted)
         except (PeerUnavailable, ValueError):

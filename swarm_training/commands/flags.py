@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from swarm_protocol.dht.addresses import check_peer
+from swarm_protocol.net.hosts import split_address
 from swarm_protocol.process.invocation import add_command, add_common_flags
 from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.data.order import DataShard
@@ -47,25 +48,35 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_address_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", metavar="ADDRESS", help="address to listen on; else that of the route to the peers, or loopback")
+    add("--host", metavar="ADDRESS", help="address to listen on; by default that of the route to the initial peers")
     add("--port", type=int, default=0, help="port of the service; 0: any free port")
     add("--dht-port", type=int, default=0, help="port of the DHT; 0: any free port")
     add("--announce-host", metavar="ADDRESS", help="address at which others reach this machine")
 
 
-def address_of(args: argparse.Namespace) -> PeerAddress:
-    """Return the address that the flags say. Raises ValueError if a port is none, or one is missing."""
-    require_ports(args)
-    if args.announce_host is not None and not args.dht_port:
-        raise ValueError(f"--announce-host is {args.announce_host!r}: expected --dht-port with it, for others to call")
-    return PeerAddress(args.host, args.port, args.dht_port, args.announce_host)
+def address_of(args: argparse.Namespace, announcing: str = "announce_host") -> PeerAddress:
+    """Return the address that the flags give. ``announcing``: the argument with the host that is announced.
 
-
-def require_ports(args: argparse.Namespace) -> None:
-    """Raise ValueError if a port is none."""
+    Raises:
+        ValueError: a port is not 0 to 65535, the host to announce has a port or lacks --dht-port, or others could not
+            call this peer at its address.
+    """
     for name in ("port", "dht_port"):
         if not 0 <= getattr(args, name) < 1 << 16:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")
+    announced, flag = getattr(args, announcing), f"--{announcing.replace('_', '-')}"
+    if announced is None:
+        if args.host is not None and args.host.strip("[]") in ("0.0.0.0", "::"):
+            raise ValueError(f"--host is {args.host}, which nobody can call: expected {flag} with it")
+        return PeerAddress(args.host, args.port, args.dht_port)
+    host, port = split_address(announced, 0)
+    if port:
+        raise ValueError(f"{flag} is {announced!r}: expected a host alone; its ports are --port and --dht-port")
+    if not args.dht_port:
+        raise ValueError(f"{flag} is {announced!r}: expected --dht-port with it, for others to call")
+    if args.host is None and not args.initial_peers:
+        raise ValueError(f"{flag} is {announced!r}: expected --host with it; who founds a run else listens on loopback")
+    return PeerAddress(args.host, args.port, args.dht_port, host)
 
 
 def add_report_flag(parser: argparse.ArgumentParser) -> None:

@@ -46,6 +46,8 @@ class ErrorFeedback:
         corrected = self._corrected(place, chunk)
         if corrected is not chunk:
             self._pending[place] = torch.zeros(len(chunk), dtype=chunk.dtype)
+        else:
+            self._pending.pop(place, None)  # it may have been encoded before, for another peer
         return corrected
 
     def commit(self, counted: Collection[ChunkPlace]) -> None:

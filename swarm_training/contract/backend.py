@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """The addresses and ports by which others reach a peer; ``TrainingConfig`` explains the fields."""
+    """The address and ports on which a peer listens, and the host that it announces, see ``TrainingConfig``."""
 
     host: str | None = None
     port: int = 0

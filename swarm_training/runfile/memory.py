@@ -22,8 +22,8 @@ def volunteer_parts(file: RunFile, model: nn.Module) -> dict[str, int]:
     other = sum(each.nbytes for each in (*frozen, *model.buffers()))
     vector = WEIGHT_BYTES * trained
     averaging, local = file.averaging, file.local
-    # Of error feedback: the errors of parts and of means, and those of an average that has not ended yet.
-    errors = 3 if averaging.error_feedback else 2 if averaging.power_sgd_rank else 0
+    # Error feedback keeps the errors of parts and of means, and as much for the average that has not ended yet.
+    errors = 4 if averaging.error_feedback else 2 if averaging.power_sgd_rank else 0
     return {
         "weights": vector + other,
         "optimizer": int(STATE_BYTES[file.optimizer.name] * trained),

@@ -25,9 +25,7 @@ say = partial(print, flush=True)
 
 def serve_stage(args: argparse.Namespace) -> Command:
     """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
-    from swarm_protocol.net.hosts import split_address
-    from swarm_training.commands.flags import joining_as, require_ports
-    from swarm_training.contract.backend import PeerAddress
+    from swarm_training.commands.flags import address_of, joining_as
     from swarm_training.reports.reporter import parse_report
     from swarm_training.runfile.reading import read_run_file
     from swarm_training.stages.commands.building import require_stages
@@ -37,17 +35,9 @@ def serve_stage(args: argparse.Namespace) -> Command:
     require_stages(file)
     if args.blocks is not None and args.initial_blocks is not None:
         raise ValueError("--blocks and --initial-blocks: expected one of them")
-    require_ports(args)
-    announced = args.announce_address
-    if announced is not None:
-        host, port = split_address(announced, 0)
-        if port:
-            raise ValueError(
-                f"--announce-address is {announced!r}: expected HOST alone with --train; its port is --port"
-            )
-        announced = host
+    address = address_of(args, "announce_address")
     who = joining_as("TRAINER", file, args.initial_peers, args.membership, args.identity, locks=True)
-    who = replace(who, address=PeerAddress(args.host, args.port, args.dht_port, announced))
+    who = replace(who, address=address)
     stays, blocks = args.initial_blocks is None, args.blocks or args.initial_blocks
     reports = [parse_report(text) for text in args.report]
     afterwards = None if args.then_serve is None else after_last_step(file, args.then_serve, None, args.quant)

@@ -91,7 +91,7 @@ class Router:
         return self.best(willing, candidates, kind, now, kept_by) if willing else None
 
     def best(self, willing: list[str], candidates: Collection[str], kind: str, now: float, kept_by: str | None) -> str:
-        """Return the peer to ask of those that are not left alone, in which policies differ."""
+        """Return one of ``willing``. Policies to compare override this."""
         speeds, share = believed(self._announced, candidates), SHARES.get(kind, 1.0)
         delays_s = {peer: self._delay_s(peer, speeds[peer], share, now) for peer in willing}
         if kept_by in delays_s:

@@ -73,6 +73,7 @@ class Auditor:
         self._unsigned: Counter[str] = Counter()
         self._moment: Moment | None = None  # of the last audit
         self._late_s = 0.0  # from then on, no audit of this moment waits for peers that lag behind
+        self._too_late: set[str] = set()  # peers for which an audit has waited in vain
         self.convicted: set[str] = set()
 
     def allowed(self) -> Stages:
@@ -138,17 +139,24 @@ class Auditor:
         return await self._witness(asked, answer, other, seed, withdraws=True)
 
     async def _others_in_time(self, asked: StageRequest, seen: Collection[str]) -> set[str]:
-        """Return ``_others``; wait for some while there are peers of the stage that lag behind.
+        """Return ``_others``. If there are none, wait up to ``_LATE_S`` for peers of the stage that are a step behind.
 
         The first peer to take a step is asked before its mates have taken the step.
         """
         clock, moment = asyncio.get_running_loop().time, asked.which.moment
         if moment != self._moment:
             self._moment, self._late_s = moment, clock() + _LATE_S
-        while not (others := self._others(asked, seen)) and clock() < self._late_s:
-            if not any(peer.moment < moment and peer.address for peer in self._present()[asked.which.stage]):
+        before = Moment(moment.rollbacks, moment.step - 1)
+        while not (others := self._others(asked, seen)):
+            peers = self._present()[asked.which.stage]
+            late = {peer.peer_id for peer in peers if peer.moment == before and peer.address} - self._too_late
+            if not late:
+                break
+            if clock() >= self._late_s:
+                self._too_late |= late
                 break
             await asyncio.sleep(self._config.poll_s)
+        self._too_late -= others
         return others
 
     def _others(self, asked: StageRequest, seen: Collection[str]) -> set[str]:

@@ -229,9 +229,12 @@ def test_a_run_is_joined_as_the_flags_say(
     assert "is in use by another process of this machine" in failing(again, capsys)[1]
     who.identity.lock.close()
     where = ["--host", "192.0.2.1", "--port", "1", "--dht-port", "2", "--announce-host", "home.example"]
-    command_line.main([*again, "--memory", "1GiB", *where, "--client-mode"], Network().backend())
+    command_line.main([*again, "--memory", "1GiB", *where], Network().backend())
     assert (who.address, who.client_mode) == (PeerAddress(), False)
-    assert calls[1][1].address == PeerAddress("192.0.2.1", 1, 2, "home.example") and calls[1][1].client_mode
+    assert calls[1][1].address == PeerAddress("192.0.2.1", 1, 2, "home.example") and not calls[1][1].client_mode
+    calls[1][1].identity.lock.close()
+    command_line.main([*again, "--initial-peers", PEER, "--client-mode"], Network().backend())
+    assert calls[2][1].address == PeerAddress() and calls[2][1].client_mode
     assert calls[1][-1] == 1 << 30 and calls[0][-1] is None
     assert calls[1][0] == read_run_file(path) and calls[1][1].initial_peers == () and calls[1][2] is None
 

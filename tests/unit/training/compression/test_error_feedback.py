@@ -52,6 +52,16 @@ def test_a_round_that_fails_leaves_no_trace() -> None:
     assert a.encode(WHOLE, second) == b.encode(WHOLE, second)
 
 
+def test_a_chunk_that_is_added_whole_after_all_has_lost_nothing() -> None:
+    """Its owner is gone, and the peer itself adds it up in the second attempt."""
+    feedback = ErrorFeedback(INT8)
+    first, second = vectors(2)
+    feedback.encode(WHOLE, first)
+    assert torch.equal(feedback.whole(WHOLE, first), first)
+    feedback.commit({WHOLE})
+    assert feedback.encode(WHOLE, second) == INT8.encode(second)
+
+
 def test_a_chunk_that_was_not_counted_leaves_no_trace() -> None:
     a, b = ErrorFeedback(INT8), ErrorFeedback(INT8)
     first, second, third = vectors(3)

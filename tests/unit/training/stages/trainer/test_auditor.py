@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from swarm_training.stages.trainer.config import TrainerConfig
 from swarm_training.stages.trainer.peer_caller import StepOver
 from tests.worlds.virtual_time import run_virtually
 
-NOW, BEFORE = Moment(0, 3), Moment(0, 2)
+NOW = Moment(0, 3)
 ASKED = StageRequest(MicroBatch(0, NOW, 0), torch.zeros(1, 2, dtype=torch.int64))
 RIGHT, WRONG = StageAnswer(torch.ones(1, 2, 4)), StageAnswer(-torch.ones(1, 2, 4))
 NEVER = 1e9
@@ -34,18 +34,21 @@ class FakeStage:
     Attributes:
         steps_at: when each peer has taken the step, in seconds.
         upheld: the mates that have judged the liar.
+        moment: the step that the peers take.
     """
 
     steps_at: dict[str, float]
     liar: str = ""
     asked: list[str] = field(default_factory=list)
     upheld: set[str] = field(default_factory=set)
+    moment: Moment = NOW
 
     def look(self) -> Stages:
         now = asyncio.get_running_loop().time()
+        before = Moment(0, self.moment.step - 1)
         return [
             [
-                StageMember(name, "127.0.0.1:1", b"", NOW if at_s <= now else BEFORE, b"", False, 1.0)
+                StageMember(name, "127.0.0.1:1", b"", self.moment if at_s <= now else before, b"", False, 1.0)
                 for name, at_s in self.steps_at.items()
             ]
         ]
@@ -54,7 +57,7 @@ class FakeStage:
         """Asks the first peer that there is."""
 
         async def ask(asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
-            there = [peer.peer_id for peer in look()[0] if peer.moment == NOW]
+            there = [peer.peer_id for peer in look()[0] if peer.moment == self.moment]
             if not there:
                 raise StepOver
             self.asked.append(there[0])
@@ -101,11 +104,12 @@ async def test_a_peer_without_mates_that_can_check_it_is_believed(others: dict[s
     assert stage.asked == ["a"]
 
 
-async def test_a_mate_that_stays_behind_holds_a_step_up_once() -> None:
+async def test_a_mate_that_stays_behind_holds_the_run_up_once() -> None:
     stage = FakeStage({"a": 0.0, "b": NEVER})
     auditor = Auditor(TrainerConfig(audit_share=1.0), "run", stage.look, stage.asker, stage)
     await auditor.ask(ASKED)
     waited_s = asyncio.get_running_loop().time()
-    for _ in range(10):
-        await auditor.ask(ASKED)
+    for step in range(3, 13):
+        stage.moment = Moment(0, step)
+        await auditor.ask(replace(ASKED, which=replace(ASKED.which, moment=stage.moment)))
     assert asyncio.get_running_loop().time() == waited_s
