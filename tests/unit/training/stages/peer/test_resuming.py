@@ -41,7 +41,7 @@ def live(disks: Disks, until: int | None, limit_s: float = 300.0, keep: int = 8)
                     for peer in peers:
                         if peer.peer.own.state_digest and peer.history:
                             began.setdefault(peer.stage_peer.index, next(iter(peer.history)))
-                    for task in [task for peer in peers for task in peer.tasks[:3] if task.done()]:  # its life
+                    for task in [task for peer in peers for task in peer.tasks[:2] if task.done()]:  # its life
                         raise AssertionError(task.result())
                     await asyncio.sleep(0.005)
         training.cancel()
