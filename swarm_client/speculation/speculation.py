@@ -15,7 +15,6 @@ import torch
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
 from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, DraftPlan, PassCosts, Policy
-from swarm_protocol.failures import logged_errors
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -159,9 +158,11 @@ class Guessing:
     def _by_draft(self, work: Callable[[DraftSession], T]) -> T | None:
         """Return what the draft's session does; None without one. If it fails, the text continues without guesses."""
         if self._session is not None:
-            with logged_errors(_logger, "the draft has failed, and guesses no more of this text"):
+            try:
                 return work(self._session)
-            self._session = None
+            except Exception as error:  # any error of a model's own code, or too little memory
+                self._session = None
+                _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
         return None
 
     def end(self) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from swarm_protocol.failures import logged_errors
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode_rows
 from swarm_server.engine.scheduler import Scheduler
@@ -112,13 +111,11 @@ class StepGroup:
 
 def _tried(steps: list[BundledStep], start: Callable[[], None]) -> list[BundledStep]:
     """Call ``start``. If it fails, make the sessions of these steps idle again, and return the steps."""
-    has_started = False
-    # A task meets the same error and sends it to the client.
-    with logged_errors(_logger, "steps take tasks", level=logging.DEBUG):
+    try:
         start()
-        has_started = True
-    if has_started:
-        return []
-    for step in steps:
-        step.hosted.undo_begin()
-    return steps
+    except Exception:  # a task meets the same error and sends it to the client
+        _logger.debug("steps take tasks", exc_info=True)
+        for step in steps:
+            step.hosted.undo_begin()
+        return steps
+    return []
