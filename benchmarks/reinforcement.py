@@ -1,4 +1,4 @@
-"""Steps of GRPO per minute through servers, beside local TRL with the same model, in turns (A B A B).
+"""Steps of GRPO per minute through servers, beside local TRL with the same model, in turns (A B C A B C).
 
     python benchmarks/reinforcement.py [--model DIR] [--completions 16] [--rounds 2] [--steps 2] [--json FILE]
     python benchmarks/reinforcement.py --quick     # the shipped model, one round, to see that it works
@@ -6,7 +6,8 @@
 Both train a LoRA adapter with TRL's ``GRPOTrainer``: a step samples the completions of one prompt, and computes the
 gradient of their loss. Two servers hold half of the blocks each, on one core each, in int8, as servers do by default.
 The local model computes in float32, with as many threads as there are cores. Without ``--model``, it is
-SmolLM2-135M-Instruct (``smollm2``), which must be installed.
+SmolLM2-135M-Instruct (``smollm2``), which must be installed. Through servers, TRL has the callback
+``LabelledPositions``, as the documentation advises; a third row shows what it gives the local model.
 
 A row says how long the completions of a step take, and how long the rest, which is mostly the backward pass.
 """
@@ -39,10 +40,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    TrainerCallback,
 )
 from transformers.utils.logging import disable_progress_bar
 
-from swarm_client import DistributedModel
+from swarm_client import DistributedModel, LabelledPositions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, SMALL_CHAT_MODEL, locate
 
 try:
@@ -53,6 +55,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f'{error.name} is not installed: pip install "swarm-lm[finetune,gguf]" trl') from None
 
 TARGET = 3.0
+LOCAL, LABELLED, SWARM = "local", "local, labelled positions", "swarm"
 QUESTION = "Tell me in one or two sentences why number {} is special, and where you would meet it in daily life."
 
 
@@ -87,6 +90,7 @@ def steps_per_minute(
     tokenizer: PreTrainedTokenizerBase,
     args: argparse.Namespace,
     seconds: list[tuple[float, float]],
+    callbacks: list[TrainerCallback],
 ) -> float:
     """Train for some steps; append the seconds per step of generating, and of everything else."""
     prompts = [QUESTION.format(number) for number in range(100)]
@@ -107,7 +111,7 @@ def steps_per_minute(
             logging_strategy="no",
         )
         data = Dataset.from_list([{"prompt": row} for row in rows])
-        trainer = Timed(model, _length, config, train_dataset=data, processing_class=tokenizer)
+        trainer = Timed(model, _length, config, train_dataset=data, processing_class=tokenizer, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         start = time.perf_counter()
         trainer.train()
@@ -138,13 +142,15 @@ def contestants(
             str(path), swarm=swarm, head_quant=args.head_quant, skip_padding=True
         ) as remote,
     ):
-        local = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         lora = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj"]}
         tokenizer = AutoTokenizer.from_pretrained(path)
-        yield {
-            name: partial(steps_per_minute, get_peft_model(model, LoraConfig(**lora)), tokenizer, args, seconds[name])
-            for name, model in (("local", local), ("swarm", remote))
-        }
+        models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name in (LOCAL, LABELLED)}
+        found = {}
+        for name, model in {**models, SWARM: remote}.items():
+            tuned = get_peft_model(model, LoraConfig(**lora))
+            callbacks: list[TrainerCallback] = [] if name == LOCAL else [LabelledPositions()]
+            found[name] = partial(steps_per_minute, tuned, tokenizer, args, seconds[name], callbacks)
+        yield found
 
 
 def measure(
@@ -155,8 +161,8 @@ def measure(
     with contestants(path, args, seconds) as found:
         for first in found.values():  # warm
             first()
-        seconds["local"].clear()
-        seconds["swarm"].clear()
+        for each in seconds.values():
+            each.clear()
         return take_turns(args.rounds, found), seconds
 
 
@@ -188,12 +194,12 @@ def main() -> None:
     rows = []
     for name, values in measured.items():
         generating, rest = (statistics.median(part) for part in zip(*seconds[name], strict=True))
-        ratio = median_ratio(values, measured["local"]) if name == "swarm" else None
-        target = TARGET if name == "swarm" else None
-        beside = statistics.median(measured["local"]) if name == "swarm" else None
+        is_first, target = name == LOCAL, TARGET if name == SWARM else None
+        beside = None if is_first else statistics.median(measured[LOCAL])
+        ratio = None if is_first else median_ratio(values, measured[LOCAL])
         more = {"generating_s": generating, "rest_s": rest}
         rows.append(json_row(name, statistics.median(values), target, beside=beside, ratio=ratio, **more))
-        shown = ("", "") if ratio is None else (f"{ratio:.2f}", f"≥ {TARGET:g}")
+        shown = "" if ratio is None else f"{ratio:.2f}", "" if target is None else f"≥ {target:g}"
         table.add_row(name, f"{statistics.median(values):.2f}", *shown, f"{generating:.2f}", f"{rest:.2f}")
     Console(highlight=False).print(table)
     if args.json:

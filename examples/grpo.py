@@ -20,6 +20,7 @@ import torch
 from little_swarm import connected, flags
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
+from swarm_client import LabelledPositions
 from swarm_models.checkpoints.default_model import SMALL_CHAT_MODEL
 
 try:
@@ -115,7 +116,7 @@ def main() -> None:
             config,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
-            callbacks=[ShowReward()],
+            callbacks=[LabelledPositions(), ShowReward()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from swarm_client import LabelledPositions
 from swarm_client.adapters.snapshots import AdapterUploader
 from tests.small_chat_model import NEEDS_IT
 from tests.swarm.test_benchmarks import run_quick
 from tests.swarm.test_examples import run
 from tests.swarm.tuning import Tuned, assert_close, lora, tuned
-from tests.zoo import EOS, PAD, VOCAB
+from tests.zoo import COMMON, EOS, PAD, VOCAB
 
 SPANS = ("0:3", "3:6")
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make test-trl")
 trl = pytest.importorskip("trl", reason="trl is not installed: make test-trl")
+trainer_utils = pytest.importorskip("trl.trainer.utils")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS, COMPLETIONS, NEW = 3, 4, 10
@@ -75,7 +79,7 @@ def arguments(directory: Path) -> dict[str, Any]:
     return {"output_dir": str(directory), **plain, **quiet, **steps}
 
 
-def grpo(model: Any, directory: Path, **options: Any) -> Trained:
+def grpo(model: Any, directory: Path, callbacks: list[Any], **options: Any) -> Trained:
     """Reward the words of even numbers."""
     trained = Trained([])
 
@@ -86,7 +90,9 @@ def grpo(model: Any, directory: Path, **options: Any) -> Trained:
     shape = {"num_generations": COMPLETIONS, "per_device_train_batch_size": 2 * COMPLETIONS}
     config = trl.GRPOConfig(**arguments(directory), **shape, max_completion_length=NEW, **options)
     data = datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
-    trainer = trl.GRPOTrainer(model, reward, config, train_dataset=data, processing_class=tokenizer())
+    trainer = trl.GRPOTrainer(
+        model, reward, config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks
+    )
     trainer.train()
     trained.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return trained
@@ -103,8 +109,9 @@ def dpo(model: Any, directory: Path) -> Trained:
 
 
 @pytest.mark.parametrize(("beta", "skip_padding"), [(0.0, True), (0.1, False)])
-def test_grpo(pair, tmp_path, uploads, beta):
-    local, remote = (grpo(model, tmp_path, beta=beta) for model in pair.models)
+def test_grpo(pair, tmp_path, uploads, beta, skip_padding):
+    callbacks = ([], [LabelledPositions()] if skip_padding else [])
+    local, remote = (grpo(model, tmp_path, each, beta=beta) for model, each in zip(pair.models, callbacks, strict=True))
     assert remote.completions == local.completions
     assert any(len(text.split()) < NEW for text in local.completions)  # some ended before others
     assert any(remote.losses)
@@ -121,6 +128,35 @@ def test_dpo(pair, tmp_path):
     assert remote.losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the model without the adapter
     assert remote.losses[-1] != pytest.approx(remote.losses[0], abs=1e-4)
     assert remote.losses == pytest.approx(local.losses, abs=1e-4)
+
+
+def scored(model: LlamaForCausalLM, labels: torch.Tensor) -> tuple[Any, torch.Tensor, int]:
+    """Return what TRL's forward pass returns, the gradient of the embedding, and the operations of both passes."""
+    model.zero_grad()
+    tokens = torch.arange(labels.numel()).view(labels.shape) % VOCAB
+    with FlopCounterMode(display=False) as counter:
+        output = model(tokens, labels=labels, fused_lm_head=True)
+        (output.loss + output.log_probs.square().sum() + output.entropy.sum()).backward()
+    return output, model.model.embed_tokens.weight.grad.clone(), counter.get_total_flops()
+
+
+@pytest.mark.parametrize("num_labels", [0, 3])
+def test_labelled_positions_alone_are_scored(num_labels):
+    model = LlamaForCausalLM(LlamaConfig(**COMMON)).eval()
+    trainer_utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    labels = torch.full((2, 16), -100)
+    labels[0, 8 : 8 + num_labels] = torch.arange(num_labels) + 11
+    labels[1, 12 : 12 + num_labels] = torch.arange(num_labels) + 21
+    whole, whole_gradient, whole_flops = scored(model, labels)
+    LabelledPositions().on_train_begin(None, None, None, model=model)
+    output, gradient, flops = scored(model, labels)
+    for name, expected in whole.items():
+        assert_close(output[name].float(), expected.float())
+    assert_close(gradient, whole_gradient)
+    head_flops = (
+        2 * model.config.hidden_size * VOCAB * 2
+    )  # of a position: forward, and once more backward; others are in place, not counted
+    assert whole_flops - flops == pytest.approx(head_flops * (30 - 2 * num_labels))
 
 
 @NEEDS_IT
