@@ -17,6 +17,7 @@ from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_client import DistributedModel
 from swarm_client.generation.generation import load_tokenizer
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from swarm_protocol.errors import SwarmError
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it
 disable_progress_bar()
@@ -59,5 +60,8 @@ def _servers(swarm: str | None, spans: Sequence[str], name: str) -> Iterator[Non
     print(f"Starting two servers, for blocks {' and '.join(spans)} …", flush=True)
     with LocalCluster() as cluster:
         started = [cluster.start("--blocks", blocks, "--swarm", swarm, "--model", name) for blocks in spans]
-        cluster.wait_ready(started)
+        try:
+            cluster.wait_ready(started)
+        except SwarmError as error:
+            raise SystemExit(f"error: {error}") from None
         yield

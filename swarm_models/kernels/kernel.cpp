@@ -62,7 +62,6 @@ ALWAYS_INLINE Vec zero() { return {}; }
 ALWAYS_INLINE Vec load(const void *p) { Vec v; memcpy(&v, p, 16); return v; }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { memcpy(p, &v, 16); }
 ALWAYS_INLINE Vec spread(const int8_t *p) { Vec v; for (auto &lane : v.lane) memcpy(&lane, p, 4); return v; }
-ALWAYS_INLINE Vec expand(const int8_t *p) { return spread(p); }
 ALWAYS_INLINE Vec transpose(Vec v) {
     uint8_t from[16], to[16];
     memcpy(from, &v, 16);
@@ -115,10 +114,6 @@ ALWAYS_INLINE Vec zero() { return _mm256_setzero_si256(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm256_storeu_si256((__m256i *)p, v); }
 ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return _mm256_set1_epi32(four); }
-ALWAYS_INLINE Vec expand(const int8_t *p) {
-    const __m256i both = _mm256_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)p));
-    return _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
-}
 ALWAYS_INLINE Vec transpose(Vec v) {
     return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_setr_epi8(BYTES_OF_FOUR_TRANSPOSED)));
 }
@@ -144,7 +139,7 @@ ALWAYS_INLINE void add_group(float *sums, Vec hi, Vec lo, Vec digit_sum, Vec gro
 #include "nibbles.h"
 }  // namespace avx2
 namespace avx_vnni {
-using avx2::add_group, avx2::expand, avx2::high, avx2::load, avx2::low, avx2::spread, avx2::store, avx2::transpose;
+using avx2::add_group, avx2::high, avx2::load, avx2::low, avx2::spread, avx2::store, avx2::transpose;
 using avx2::widen, avx2::zero;
 using Vec = __m256i;
 constexpr int LANES = 8, REGISTERS = 16, ROWS = 2, OFFSET = 128;
@@ -172,10 +167,6 @@ ALWAYS_INLINE Vec zero() { return _mm512_setzero_si512(); }
 ALWAYS_INLINE Vec load(const void *p) { return _mm512_loadu_si512(p); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { _mm512_storeu_si512(p, v); }
 ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return _mm512_set1_epi32(four); }
-ALWAYS_INLINE Vec expand(const int8_t *p) {
-    const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
-    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), all);
-}
 ALWAYS_INLINE Vec transpose(Vec v) {
     return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_setr_epi8(BYTES_OF_FOUR_TRANSPOSED)));
 }
@@ -218,7 +209,6 @@ ALWAYS_INLINE Vec zero() { return vdupq_n_s32(0); }
 ALWAYS_INLINE Vec load(const void *p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)p)); }
 ALWAYS_INLINE void store(int32_t *p, Vec v) { vst1q_s32(p, v); }
 ALWAYS_INLINE Vec spread(const int8_t *p) { int32_t four; memcpy(&four, p, 4); return vdupq_n_s32(four); }
-ALWAYS_INLINE Vec expand(const int8_t *p) { return spread(p); }
 ALWAYS_INLINE Vec transpose(Vec v) {
     const uint8x16_t from = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     return vreinterpretq_s32_u8(vqtbl1q_u8(vreinterpretq_u8_s32(v), from));
@@ -435,9 +425,9 @@ EXPORT int swarm_matmul_transposed(const float *grad, long rows, long out, long 
                                    const float *scale, float *y, int isa, int threads) {
     const Kernel *kernel = kernel_of(isa);
     if (!kernel) return -1;
-    const long padded = round_up(out, STRIP), steps = round_up(in, 4) / 4;
+    const long padded = round_up(out, STRIP), strips = round_up(in, STRIP) / STRIP;
     return with_digits(*kernel, grad, scale, rows, out, padded, 0, threads, [&](const Activations &digits, long row) {
-        over(steps, steps * 4 * padded * digits.rows, threads, [&](long first, long last) {
+        over(strips, strips * STRIP * padded * digits.rows, threads, [&](long first, long last) {
             kernel->times_columns(digits, {out, in, packed, scale}, y + row * in, first, last);
         });
     }) ? 0 : -1;

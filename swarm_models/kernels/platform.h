@@ -15,12 +15,14 @@
 #if defined(__GNUC__)
 #define INLINE __attribute__((always_inline))
 #define ALWAYS_INLINE INLINE static inline
+#define NEVER_INLINE __attribute__((noinline))
 #define PREFETCH_FAR(address) __builtin_prefetch(address, 0, 2)  // into the L2 cache: does not delay nearer reads
 #define PREFETCH_NEAR(address) __builtin_prefetch(address, 0, 3)  // into the L1 cache
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #else
 #define INLINE
 #define ALWAYS_INLINE static inline
+#define NEVER_INLINE
 #define PREFETCH_FAR(address) (void)0
 #define PREFETCH_NEAR(address) (void)0
 #define EXPORT extern "C" __declspec(dllexport)

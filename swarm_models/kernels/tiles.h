@@ -5,7 +5,6 @@
 //   ROWS                                rows at a time, at most 4
 //   zero(), load(p), store(p, v)        p: 32-bit integers of any alignment
 //   spread(p)                           four bytes in every lane
-//   expand(p)                           LANES bytes: four of them in all lanes of each 128 bits
 //   transpose(v)                        the 4 x 4 bytes of each 128 bits transposed
 //   dot(sum, weights, digits)           adds to each lane four products of stored weights and digits
 //   OFFSET                              the excess of the weights in these products: 128, or 0
@@ -96,10 +95,10 @@ ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t
 }
 
 // Multiplies R rows by `steps` times four inputs of a strip. It prefetches the next equally large piece of memory, spread
-// evenly over `passes` calls, one per group of rows; this call is number `pass`.
+// evenly over `passes` calls, one per group of rows; this call is number `pass`. Inlined into its caller, it is 9 % slower.
 template <int R>
-static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, long steps, int32_t *sums, long pass,
-                     long passes) {
+NEVER_INLINE static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, long steps, int32_t *sums,
+                                  long pass, long passes) {
     constexpr int PARTS = STRIP / LANES / tiles_of(2 * R), ALL = STRIP * 4 / LINE / PARTS;  // lines per step
     constexpr int HALF = (ALL + 1) / 2, QUARTER = (ALL + 3) / 4;
     const uint8_t *ahead = weights + steps * STRIP * 4;
@@ -109,6 +108,19 @@ static void add_rows(const int8_t *digits, long padded, const uint8_t *weights, 
         add_products<2 * R, HALF>(digits, padded, weights, steps, sums, ahead + pass * PARTS * HALF * steps * LINE);
     else
         add_products<2 * R, QUARTER>(digits, padded, weights, steps, sums, ahead + pass * PARTS * QUARTER * steps * LINE);
+}
+
+// Calls add(R, first, pass, passes) for groups of R rows, at most ROWS and as even as possible, until all rows are covered
+template <class Add> ALWAYS_INLINE void by_rows(long rows, const Add &add) {
+    const long passes = (rows + ROWS - 1) / ROWS;
+    long first = 0;
+    for (long pass = 0; pass < passes; pass++) {
+        const long count = (rows - first + passes - pass - 1) / (passes - pass);
+        each<1, ROWS + 1>([&](auto R) INLINE {
+            if (count == R) add(R, first, pass, passes);
+        });
+        first += count;
+    }
 }
 
 // Computes strips first to last of y = x @ weight.T
@@ -122,21 +134,15 @@ static void times_strips(const Activations &x, const Weight &weight, float *y, l
         const float *scale = weight.scale + strip * STRIP;
         const long left = weight.out - strip * STRIP, channels = left < STRIP ? left : STRIP;
         for (long row = 0; row < x.rows; row += BLOCK) {
-            const long rows = x.rows - row < BLOCK ? x.rows - row : BLOCK, passes = (rows + ROWS - 1) / ROWS;
-            const bool is_stream = passes == 1 && tiles_of(2 * rows) * LANES == STRIP;
+            const long rows = x.rows - row < BLOCK ? x.rows - row : BLOCK;
+            const bool is_stream = rows <= ROWS && tiles_of(2 * rows) * LANES == STRIP;
             memset(sums, 0, 2 * rows * STRIP * sizeof *sums);
             for (long k = 0, steps; k < all_steps; k += steps) {
                 steps = is_stream || all_steps - k < CHUNK ? all_steps - k : CHUNK;
-                long r = 0;
-                for (long pass = 0; pass < passes; pass++) {
-                    const long count = (rows - r + passes - pass - 1) / (passes - pass);  // as even as possible
+                by_rows(rows, [&](auto R, long r, long pass, long passes) INLINE {
                     const int8_t *digits = x.digits + (row + r) * 2 * x.padded + 4 * k;
-                    each<1, ROWS + 1>([&](auto R) INLINE {
-                        if (count == R)
-                            add_rows<R>(digits, x.padded, weights + k * STRIP * 4, steps, sums + 2 * r * STRIP, pass, passes);
-                    });
-                    r += count;
-                }
+                    add_rows<R>(digits, x.padded, weights + k * STRIP * 4, steps, sums + 2 * r * STRIP, pass, passes);
+                });
             }
             for (long r = 0; r < rows; r++) {
                 const int32_t *hi = sums + 2 * r * STRIP, *lo = hi + STRIP;
@@ -148,51 +154,50 @@ static void times_strips(const Activations &x, const Weight &weight, float *y, l
     }
 }
 
-// Multiplies R rows of gradients by STEPS groups of four inputs, over all strips: 4 * STEPS columns of y = grad @ q
-template <int R, int STEPS>
-static void rows_times_columns(const Activations &grad, long row, const Weight &weight, long step, float *y) {
-    constexpr int N = 2 * R;
-    const long strips = grad.padded / STRIP, width4 = (weight.in + 3) / 4 * 4;
-    Vec acc[STEPS * N];
-    each<0, STEPS * N>([&](auto i) INLINE { acc[i] = zero(); });
-    const int8_t *digits = grad.digits + row * 2 * grad.padded;
-    for (long strip = 0; strip < strips; strip++) {
-        const uint8_t *weights = weight.packed + strip * STRIP * width4 + step * STRIP * 4;
-        for (long part = 0; part < STRIP / LANES; part++) {
-            Vec w[STEPS];
-            each<0, STEPS>([&](auto s) INLINE { w[s] = transpose(load(weights + s * STRIP * 4 + part * LANES * 4)); });
-            each<0, N>([&](auto n) INLINE {
-                const Vec d = expand(digits + n * grad.padded + strip * STRIP + part * LANES);
-                each<0, STEPS>([&](auto s) INLINE { dot(acc[s * N + n], w[s], d); });
-            });
+// Packs a part of a weight as that of the transposed weight: inputs from 4 * group on, `groups` times four, as a strip of
+// `steps` times four outputs, the first of which begins a strip of the weight -> turned: [steps][STRIP][4]
+static void turn(const Weight &weight, long group, long groups, long output, long steps, uint8_t *turned) {
+    constexpr long PIECES = LANES / 4;  // times four outputs in a vector
+    const long width4 = (weight.in + 3) / 4 * 4;
+    alignas(64) int32_t lanes[LANES];
+    for (long step = 0; step < steps; step += STRIP / 4) {
+        const uint8_t *weights = weight.packed + (output + 4 * step) * width4 + group * STRIP * 4;
+        for (long g = 0; g < groups; g++)
+            for (long part = 0; part < STRIP / LANES; part++) {
+                store(lanes, transpose(load(weights + g * STRIP * 4 + part * LANES * 4)));
+                for (long piece = 0; piece < PIECES; piece++)
+                    memcpy(turned + ((step + part * PIECES + piece) * STRIP + 4 * g) * 4, lanes + 4 * piece, 16);
+            }
+    }
+}
+
+// Computes strips of 64 inputs first to last of y = grad @ q; grad is already multiplied by the scales
+static void times_columns(const Activations &grad, const Weight &weight, float *y, long first, long last) {
+    constexpr long BLOCK = 128;  // rows for which a part of the weight is turned once
+    constexpr long CHUNK = 64;   // steps that are turned at a time, and then stay in the L1 cache
+    alignas(64) int32_t sums[2 * BLOCK * STRIP];
+    alignas(64) uint8_t turned[CHUNK * STRIP * 4] = {};
+    const long all_steps = grad.padded / 4, all_groups = (weight.in + 3) / 4;
+    for (long strip = first; strip < last; strip++) {
+        const long group = strip * STRIP / 4, groups = all_groups - group < STRIP / 4 ? all_groups - group : STRIP / 4;
+        const long left = weight.in - strip * STRIP, channels = left < STRIP ? left : STRIP;
+        for (long row = 0; row < grad.rows; row += BLOCK) {
+            const long rows = grad.rows - row < BLOCK ? grad.rows - row : BLOCK;
+            memset(sums, 0, 2 * rows * STRIP * sizeof *sums);
+            for (long k = 0, steps; k < all_steps; k += steps) {
+                steps = all_steps - k < CHUNK ? all_steps - k : CHUNK;
+                turn(weight, group, groups, 4 * k, steps, turned);
+                by_rows(rows, [&](auto R, long r, long, long) INLINE {
+                    const int8_t *digits = grad.digits + (row + r) * 2 * grad.padded + 4 * k;
+                    add_products<2 * R, 0>(digits, grad.padded, turned, steps, sums + 2 * r * STRIP, turned);
+                });
+            }
+            for (long r = 0; r < rows; r++) {
+                const int32_t *hi = sums + 2 * r * STRIP, *lo = hi + STRIP;
+                float *to = y + (row + r) * weight.in + strip * STRIP;
+                for (long c = 0; c < channels; c++)
+                    to[c] = combined(hi[c], lo[c], grad.sums + 2 * (row + r), grad.units[row + r]);
+            }
         }
     }
-    alignas(64) int32_t lanes[LANES];
-    int32_t sums[STEPS][N][4] = {};
-    each<0, STEPS>([&](auto s) INLINE {
-        each<0, N>([&](auto n) INLINE {
-            store(lanes, acc[s * N + n]);
-            for (int lane = 0; lane < LANES; lane++) sums[s][n][lane % 4] += lanes[lane];
-        });
-    });
-    for (long r = 0; r < R; r++)
-        for (long s = 0; s < STEPS; s++)
-            for (long i = 0; i < 4 && 4 * (step + s) + i < weight.in; i++)
-                y[(row + r) * weight.in + 4 * (step + s) + i] = combined(
-                    sums[s][2 * r][i], sums[s][2 * r + 1][i], grad.sums + 2 * (row + r), grad.units[row + r]);
-}
-
-template <int STEPS> static void all_rows_times_columns(const Activations &grad, const Weight &weight, long step, float *y) {
-    long row = 0;
-    if constexpr (ROWS >= 2)
-        for (; row + 2 <= grad.rows; row += 2) rows_times_columns<2, STEPS>(grad, row, weight, step, y);
-    for (; row < grad.rows; row++) rows_times_columns<1, STEPS>(grad, row, weight, step, y);
-}
-
-// Computes groups of four inputs first to last of y = grad @ q; grad is already multiplied by the scales
-static void times_columns(const Activations &grad, const Weight &weight, float *y, long first, long last) {
-    constexpr int STEPS = LANES == 16 ? 4 : 2;
-    long step = first;
-    for (; step + STEPS <= last; step += STEPS) all_rows_times_columns<STEPS>(grad, weight, step, y);
-    for (; step < last; step++) all_rows_times_columns<1>(grad, weight, step, y);
 }
