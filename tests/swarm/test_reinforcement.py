@@ -168,5 +168,5 @@ def test_the_example_takes_a_step_and_saves_its_adapter(tmp_path):
 
 def test_the_benchmark_measures_both(tmp_path):
     rows = run_quick("reinforcement.py", tmp_path)["rows"]
-    assert rows.keys() == {"local", "swarm"}
+    assert rows.keys() == {"local", "local, labelled positions", "swarm"}
     assert all(row["measured"] > 0 for row in rows.values())
