@@ -12,6 +12,7 @@ from swarm_protocol.wire.parsing import MAX_FIELDS, parse
 
 MANY = 100_000
 LARGE = bytes(MANY)
+BEHIND = pb.SessionRequest(more=LARGE).SerializeToString()  # a field that a nested message before it runs into
 
 
 def step(**fields: object) -> pb.SessionRequest:
@@ -43,8 +44,22 @@ def test_messages(message: object) -> None:
         (pb.SessionRequest, b"\x0b" * MANY),
         (pb.SessionRequest, step().SerializeToString() + b"\x08"),
         (pb.Contract, b"\x12\x01\xff"),
+        (pb.SessionRequest, b"\x12\x02\x22\x7f" + BEHIND),
+        (pb.SessionRequest, b"\x12\x01\x08" + BEHIND),
+        (pb.ServerRecord, b"\x82\x01\x01\x15" + pb.ServerRecord(adapters=["x" * MANY]).SerializeToString()),
     ],
-    ids=["noise", "cut-off", "much-noise", "cut-off-late", "groups", "no-value", "no-unicode"],
+    ids=[
+        "noise",
+        "cut-off",
+        "much-noise",
+        "cut-off-late",
+        "groups",
+        "no-value",
+        "no-unicode",
+        "nested-bytes-past-the-end",
+        "nested-number-past-the-end",
+        "nested-float-past-the-end",
+    ],
 )
 def test_what_is_no_message_is_refused(kind: type, data: bytes) -> None:
     with pytest.raises(RequestRejected, match=f"the bytes sent are no message: expected a {kind.__name__}"):

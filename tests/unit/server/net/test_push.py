@@ -229,6 +229,24 @@ async def test_a_settled_step_is_sent_at_once_on_a_stream_that_is_open_after_ste
     assert sorted(set(other.taken)) == [1, 2, 3, 4]
 
 
+async def test_nothing_is_sent_at_once_on_a_stream_that_has_ended_and_another_takes_its_place() -> None:
+    other = OtherServer(num_taken=9)
+    async with connected(other) as (_server, channels):
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), never, True)
+        await pusher.send(pb.Step(number=1), [])
+        assert await pusher.drain()
+        stream = await channels.push_stream("")
+        stream._call.cancel()
+        while not stream.ended:
+            await asyncio.sleep(0)
+        settled = pb.Step(number=2, settled=True)
+        assert not pusher.send_at_once(settled)
+        await pusher.send(settled, [])
+        await pusher.send(pb.Step(number=3), [])
+        assert await pusher.drain()
+    assert sorted(set(other.taken)) == [1, 2, 3]
+
+
 async def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
     given_up: list[int] = []
 
