@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -13,6 +14,8 @@ from google.protobuf.message import Message
 from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, PART_BYTES
 
 E = TypeVar("E", bound=Message)
+_LENGTH = 2  # the wire type of nested messages
+_MOST_SIZES = 1024
 
 
 def may_be_bundled(entry: Message) -> bool:
@@ -22,10 +25,10 @@ def may_be_bundled(entry: Message) -> bool:
 
 @dataclass
 class _Bundle:
-    """A message that waits to be sent. ``entries``: its repeated field; ``size_bytes``: their size."""
+    """A message that waits to be sent, as the encoded pieces that make it up, of ``size_bytes`` together."""
 
-    message: Any
-    entries: Any
+    pieces: list[bytes]
+    num_entries: int = 0
     size_bytes: int = 0
 
 
@@ -39,53 +42,33 @@ class Outbox(Generic[E]):
     def __init__(self, message_type: type[Message], field: str, send: Callable[[Any], Awaitable[object]]) -> None:
         """Create an empty queue; ``send`` writes one message of this type, whose repeated ``field`` has the entries."""
         self.size_bytes = 0
-        self._message_type, self._field = message_type, field
+        self._message_type: Any = message_type
+        self._field_number = message_type.DESCRIPTOR.fields_by_name[field].number
         self._send = send
         self._waiting: deque[_Bundle] = deque()
         self._filled = asyncio.Event()
         self._closed = False
 
     def put(self, entry: E) -> None:
-        size_bytes = entry.ByteSize()
+        self.put_encoded(entry.SerializeToString())
+
+    def put_encoded(self, entry: bytes) -> None:
+        """Put an entry that is serialised already."""
+        size_bytes = len(entry)
         bundle = self._bundle_with_room(size_bytes)
-        bundle.entries.append(entry)
-        self._count(bundle, size_bytes)
-
-    def put_filled(self, fill: Callable[[E], object]) -> bool:
-        """Call ``fill`` on a new entry of the waiting message, which takes half as long as ``put``.
-
-        Return False, and remove the entry, if ``fill`` returns parts that do not fit into it, or if the entry is larger
-        than ``MAX_BUNDLED_BYTES``.
-        """
-        bundle = self._bundle_with_room(MAX_BUNDLED_BYTES)
-        entry, is_added = bundle.entries.add(), False
-        try:
-            if not fill(entry) and (size_bytes := entry.ByteSize()) <= MAX_BUNDLED_BYTES:
-                self._count(bundle, size_bytes)
-                is_added = True
-        finally:
-            if not is_added:
-                self._waiting.pop()
-                bundle.entries.pop()
-                if bundle.entries:  # a message keeps the memory of what it has lost, so go on with a copy
-                    copy = self._message_type()
-                    copy.CopyFrom(bundle.message)
-                    self._waiting.append(_Bundle(copy, getattr(copy, self._field), bundle.size_bytes))
-        return is_added
+        bundle.pieces += _tag_and_length(self._field_number, size_bytes), entry
+        bundle.num_entries += 1
+        bundle.size_bytes += size_bytes
+        self.size_bytes += size_bytes
+        self._filled.set()
 
     def _bundle_with_room(self, size_bytes: int) -> _Bundle:
         """Return the last message, or a new one if the last has no room for an entry of this size."""
         last = self._waiting[-1] if self._waiting else None
-        if last is None or len(last.entries) == MAX_BUNDLED or last.size_bytes + size_bytes > PART_BYTES:
-            message = self._message_type()
-            last = _Bundle(message, getattr(message, self._field))
+        if last is None or last.num_entries == MAX_BUNDLED or last.size_bytes + size_bytes > PART_BYTES:
+            last = _Bundle([])
             self._waiting.append(last)
         return last
-
-    def _count(self, bundle: _Bundle, size_bytes: int) -> None:
-        bundle.size_bytes += size_bytes
-        self.size_bytes += size_bytes
-        self._filled.set()
 
     def close(self) -> None:
         """Stop accepting entries, so that ``send_all`` returns once everything is sent."""
@@ -100,4 +83,15 @@ class Outbox(Generic[E]):
             while self._waiting:
                 bundle = self._waiting.popleft()
                 self.size_bytes -= bundle.size_bytes
-                await self._send(bundle.message)
+                await self._send(self._message_type.FromString(b"".join(bundle.pieces)))
+
+
+@lru_cache(_MOST_SIZES)  # the entries of a session are of few sizes
+def _tag_and_length(field_number: int, size_bytes: int) -> bytes:
+    """Return what precedes an entry in an encoded message (https://protobuf.dev/programming-guides/encoding/)."""
+    encoded = bytearray([field_number << 3 | _LENGTH])
+    while size_bytes > 127:
+        encoded.append(size_bytes & 127 | 128)
+        size_bytes >>= 7
+    encoded.append(size_bytes)
+    return bytes(encoded)

@@ -26,7 +26,7 @@ from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import require_key
 from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import FillReply, HostedSession, Reply, Result, Send
+from swarm_server.sessions.sessions import HostedSession, Reply, Result, Send
 
 C = TypeVar("C")
 _MAX_UNDER_WAY = 4  # steps of one session at the same time
@@ -57,24 +57,26 @@ class ReplyBundle:
     def joined(self, session_key: bytes, otherwise: Send) -> Iterator[Reply]:
         """Yield a session's way to reply: small outputs and failures go here, all else on its own stream."""
 
-        def put(fill: FillReply) -> bool:
-            def fill_entry(entry: pb.KeyedReply) -> object:
-                entry.session_key = session_key
-                return fill(entry.reply)
-
-            has_room = self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
-            return has_room and self._outbox.put_filled(fill_entry)
-
         async def reply(replies: list[pb.SessionReply]) -> None:
-            fits = _is_answer(replies) and may_be_bundled(replies[0])
-            if not (fits and put(lambda reply: reply.CopyFrom(replies[0]))):
+            is_put = False
+            if _is_answer(replies) and may_be_bundled(replies[0]):
+                is_put = self._put(pb.KeyedReply(session_key=session_key, reply=replies[0]).SerializeToString())
+            if not is_put:
                 await otherwise(replies)
 
         self.num_sessions += 1
         try:
-            yield Reply(reply, put)
+            yield Reply(reply, self._put)
         finally:
             self.num_sessions -= 1
+
+    def _put(self, entry: bytes) -> bool:
+        """Put an encoded ``KeyedReply``. Return False if it is too large, or if the client does not read."""
+        has_room = self.is_open and self._outbox.size_bytes < _MAX_UNREAD_BYTES
+        if has_room and len(entry) <= MAX_BUNDLED_BYTES:
+            self._outbox.put_encoded(entry)
+            return True
+        return False
 
 
 def _is_answer(replies: Sequence[pb.SessionReply]) -> bool:
@@ -127,13 +129,21 @@ class StepTasks:
         self._idle = asyncio.Event()
         self._failing: set[asyncio.Task[None]] = set()
 
-    def add(self, hosted: HostedSession, step: pb.Step, arrivals: Arrivals, done: Callable[[bool], None]) -> None:
+    def add(
+        self,
+        hosted: HostedSession,
+        step: pb.Step,
+        size_bytes: int,
+        arrivals: Arrivals,
+        done: Callable[[bool], None],
+    ) -> None:
         """Take a step, which ``begin`` begins. ``done`` is called at its end with False if it was refused, else True.
 
         If the step is refused, its client gets the reason. Raise RequestRejected, without a message to the client, if
         the step is too large or the client has too many steps under way.
+
+        ``size_bytes``: of the step, which counts in ``arrivals`` until its end.
         """
-        size_bytes = step.ByteSize()
         if size_bytes > MAX_BUNDLED_BYTES:
             raise RequestRejected(f"a step in a bundle is larger than {MAX_BUNDLED_BYTES} bytes")
         client = hosted.client.peer_id
@@ -263,9 +273,9 @@ async def serve(
     idle_timeout_s: float,
     is_needed: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Take all entries of all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed.
+    """Take all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed.
 
-    ``admitted`` raises AccessDenied once the caller is no longer a member.
+    ``take``: adds the steps of a message. ``admitted`` raises AccessDenied once the caller is no longer a member.
     """
     clock = asyncio.get_running_loop().time
     last_s = clock()
@@ -275,7 +285,7 @@ async def serve(
         while (message := await incoming.begin(None)) is not None:
             last_s = clock()
             admitted()
-            _take_all(message.steps, tasks, outbox, take)
+            _take_all(message, tasks, outbox, take)
 
     sending = asyncio.ensure_future(_send_all(outbox))
     error: Exception | None = None
@@ -299,16 +309,13 @@ async def serve(
         raise error
 
 
-def _take_all(
-    entries: Sequence[Any], tasks: StepTasks, outbox: Outbox[Any], take: Callable[[StepTasks, Any], None]
-) -> None:
-    if len(entries) > MAX_BUNDLED:
-        raise RequestRejected(f"{len(entries)} steps are in one message: expected at most {MAX_BUNDLED}")
+def _take_all(message: Any, tasks: StepTasks, outbox: Outbox[Any], take: Callable[[StepTasks, Any], None]) -> None:
+    if len(message.steps) > MAX_BUNDLED:
+        raise RequestRejected(f"{len(message.steps)} steps are in one message: expected at most {MAX_BUNDLED}")
     if outbox.size_bytes > _MAX_UNREAD_BYTES:
         raise RequestRejected("the replies of this server are not read")
     try:
-        for entry in entries:
-            take(tasks, entry)
+        take(tasks, message)
     finally:
         tasks.begin()
 
@@ -336,15 +343,21 @@ def _ignore(_could_be: bool) -> None:
     """Do nothing at the end of a step: its client sees its output."""
 
 
-def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Callable[[StepTasks, pb.KeyedStep], None]:
+def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Callable[[StepTasks, pb.StepBundle], None]:
     """Return a function that takes a client's steps; ``find`` raises SessionLost if the client has no such session."""
 
-    def take(tasks: StepTasks, entry: pb.KeyedStep) -> None:
-        try:
-            hosted = find(entry.session_key)
-        except SessionLost:  # the session's own stream has reported why
-            return
-        tasks.add(hosted, entry.step, arrivals, _ignore)
+    def take(tasks: StepTasks, message: pb.StepBundle) -> None:
+        entries, message_bytes = message.steps, message.ByteSize()
+        # Protobuf measures a message by encoding it. A small one is measured once, and its steps count for equal parts.
+        part_bytes = message_bytes // max(1, len(entries)) if message_bytes <= MAX_BUNDLED_BYTES else None
+        for entry in entries:
+            try:
+                hosted = find(entry.session_key)
+            except SessionLost:  # the session's own stream has reported why
+                continue
+            step = entry.step
+            size_bytes = step.ByteSize() if part_bytes is None else part_bytes
+            tasks.add(hosted, step, size_bytes, arrivals, _ignore)
 
     return take
 
@@ -353,11 +366,11 @@ def take_pushed(
     find: Callable[[bytes], HostedSession],
     arrivals: Arrivals,
     outbox: Outbox[pb.TakenStep],
-) -> Callable[[StepTasks, pb.PushedStep], None]:
+) -> Callable[[StepTasks, pb.PushBundle], None]:
     """Return a function that takes the steps that another server pushes, and acknowledges each to that server."""
     arrivals_of = lru_cache(_MOST_CLIENTS)(arrivals.of)  # one for the steps of a client that come together
 
-    def take(tasks: StepTasks, entry: pb.PushedStep) -> None:
+    def take_one(tasks: StepTasks, entry: pb.PushedStep) -> None:
         def tell(could_be: bool) -> None:
             if not (could_be and entry.step.settled):
                 outbox.put(pb.TakenStep(push_key=entry.push_key, number=entry.step.number, lost=not could_be))
@@ -365,8 +378,12 @@ def take_pushed(
         try:
             hosted = find(entry.push_key)
             # The pushed step counts in the share of the session's client.
-            tasks.add(hosted, entry.step, arrivals_of(hosted.client), tell)
+            tasks.add(hosted, entry.step, entry.step.ByteSize(), arrivals_of(hosted.client), tell)
         except (SessionLost, RequestRejected):  # the other entries continue
             tell(False)
+
+    def take(tasks: StepTasks, message: pb.PushBundle) -> None:
+        for entry in message.steps:
+            take_one(tasks, entry)
 
     return take

@@ -58,8 +58,8 @@ class StepGroup:
             return False
         if isinstance(begun, SessionStep):
             self._others.append((step, begun))
-        elif begun in self._next:
-            self._next[begun].append(step)
+        elif (alike := self._next.get(begun)) is not None:
+            alike.append(step)
         else:
             self._next[begun] = [step]
         return True

@@ -40,7 +40,6 @@ from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
 
 Send = Callable[[list[pb.SessionReply]], Awaitable[None]]
-FillReply = Callable[[pb.SessionReply], object]  # fills in an empty reply; returns what has no place in it, if any
 Result = bool | BaseException  # of a step: whether it was not refused, or the error with which the server failed
 # Next positions of text that can be decoded together: dtype, codec and size of the hidden states, and whether nobody
 # waits for the answers.
@@ -54,13 +53,12 @@ class Reply:
 
     Attributes:
         send: sends the messages of one reply.
-        put: sends an output or a failure, which its argument fills in, later, together with those of other sessions.
-            Returns False if there is no room for it, or if it does not fit into one entry. None: the session's replies
-            are never sent so.
+        put: sends an output, an encoded ``KeyedReply``, later, together with those of other sessions. Returns False if
+            there is no room for it. None: the session's replies are never sent so.
     """
 
     send: Send
-    put: Callable[[FillReply], bool] | None = None
+    put: Callable[[bytes], bool] | None = None
 
 
 class StepOutputs:
@@ -71,28 +69,54 @@ class StepOutputs:
         self._outputs = outputs
         self._num_steps = num_steps
         self._load = pb.Output(active_sessions=scheduler.num_active, queue_s=scheduler.queue_s)
-        self._rows: dict[pb.Codec, tuple[pb.Output, list[bytes]]] = {}
+        self._rows: dict[pb.Codec, EncodedRows] = {}
+        # For each codec, the answer to the last step, with its output and hidden states: most of it is the same in all.
+        self._answers: dict[pb.Codec, tuple[pb.KeyedReply, pb.Output, pb.Tensor]] = {}
 
     def of(self, number: int) -> torch.Tensor:
         """Return the output of one step."""
         return self._outputs if self._num_steps == 1 else self._outputs[number : number + 1]
 
-    def fill(self, answer: pb.Output, number: int, num_wanted: int | None, codec: pb.Codec) -> list[bytes]:
-        """Fill in the last ``num_wanted`` outputs of a step; None means all. Return the further parts of them."""
+    def encode_into(self, hidden: pb.Tensor, number: int, codec: pb.Codec) -> list[bytes]:
+        """Encode the output of one step into an empty message, and return the parts that follow it."""
         if self._num_steps == 1:
-            answer.MergeFrom(self._load)
-            output = self._outputs
-            wanted = output if num_wanted in (None, output.shape[1]) else output[:, -num_wanted:]
-            return encode_into(answer.hidden, wanted, codec)
-        if codec not in self._rows:
-            rows = EncodedRows(self._outputs, codec)
-            like = pb.Output(hidden=rows.header)
-            like.MergeFrom(self._load)
-            self._rows[codec] = like, rows.data
-        like, data = self._rows[codec]
-        answer.MergeFrom(like)  # in half of the time that it takes to set all fields
-        answer.hidden.data = data[number]
+            return encode_into(hidden, self._outputs, codec)
+        rows = self._rows_in(codec)
+        hidden.MergeFrom(rows.header)  # in half of the time that it takes to set all fields
+        hidden.data = rows.data[number]
         return []
+
+    def fill(self, answer: pb.Output, request: pb.Step, codec: pb.Codec) -> list[bytes]:
+        """Fill in the answer to the only step, or one without outputs. Return the further parts of hidden states."""
+        answer.number = request.number
+        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else None
+        if num_wanted == 0:
+            return []
+        answer.MergeFrom(self._load)
+        output = self._outputs
+        wanted = output if num_wanted in (None, output.shape[1]) else output[:, -num_wanted:]
+        return encode_into(answer.hidden, wanted, codec)
+
+    def entry(self, session_key: bytes, request: pb.Step, number: int, codec: pb.Codec) -> bytes | None:
+        """Return the answer to a step as an encoded ``KeyedReply``; None if it does not fit into one."""
+        if self._num_steps == 1 or (not request.outputs_wanted and request.HasField("outputs_wanted")):
+            keyed = pb.KeyedReply(session_key=session_key)
+            return None if self.fill(keyed.reply.output, request, codec) else keyed.SerializeToString()
+        rows = self._rows_in(codec)
+        if codec not in self._answers:
+            keyed = pb.KeyedReply()
+            answer = keyed.reply.output
+            answer.MergeFrom(self._load)
+            answer.hidden.MergeFrom(rows.header)
+            self._answers[codec] = keyed, answer, answer.hidden
+        keyed, answer, hidden = self._answers[codec]
+        keyed.session_key, answer.number, hidden.data = session_key, request.number, rows.data[number]
+        return keyed.SerializeToString()
+
+    def _rows_in(self, codec: pb.Codec) -> EncodedRows:
+        if codec not in self._rows:
+            self._rows[codec] = EncodedRows(self._outputs, codec)
+        return self._rows[codec]
 
 
 class HostedSession:
@@ -279,9 +303,11 @@ class HostedSession:
 
         ``known``: kinds of such steps that have been checked.
         """
-        if not self.is_idle or request.number <= self.number or request.HasField("stored"):
+        number = request.number
+        if not self.is_idle or number <= self._done[0] or request.HasField("stored"):
             return None
         try:
+            self.require_number(number)
             begun = self._complete_step(request, known)
         except (RequestRejected, PeerBusy):
             return None
@@ -320,8 +346,8 @@ class HostedSession:
 
     def _complete_step(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
         """Return what ``begin`` does; None if the hidden states are incomplete. Raise the error that refuses it."""
-        self.require_number(request.number)
-        kind, start = self._kind_of_next(request), request.start_position
+        start = request.start_position
+        kind = self._kind_of_next(request, start)
         if kind is not None and kind in known:
             self._services.validator.length(start + 1)
         else:
@@ -334,10 +360,10 @@ class HostedSession:
             self._require_room(start, 1, ())
         return kind
 
-    def _kind_of_next(self, request: pb.Step) -> StepKind | None:
+    def _kind_of_next(self, request: pb.Step, start: int) -> StepKind | None:
         """Return the kind of a complete step of the next position of text; None for any other step."""
-        start, hidden, session = request.start_position, request.hidden, self.session
-        if session.length != start or session.batch_size != 1 or session.layout.slots or request.changes:
+        _, length, batch_size = self._done  # what the session says too, with more look-ups
+        if length != start or batch_size != 1 or self.session.layout.slots or request.changes:
             return None
         if request.every_block or request.following_tokens or request.outputs_wanted > 1 or request.HasField("joined"):
             return None
@@ -345,9 +371,9 @@ class HostedSession:
             return None
         if request.HasField("position_ids") and not counts_on(request.position_ids, start, 1):
             return None
+        hidden = request.hidden
         size_bytes = hidden.size_bytes
-        # ``tuple(hidden.shape)`` would take three times as long
-        if hidden.shape[:] != self._row_shape or len(hidden.data) != size_bytes:
+        if hidden.shape != self._row_shape or len(hidden.data) != size_bytes:
             return None
         return hidden.dtype, hidden.codec, size_bytes, self.is_background
 
@@ -365,8 +391,10 @@ class HostedSession:
         try:
             if self._pusher is not None:
                 return self._has_pushed(self._pusher, request, outputs, number)
-            put = self._reply.put
-            return put is not None and put(lambda reply: self._fill(reply.output, request, outputs, number))
+            if self._reply.put is None:
+                return False
+            entry = outputs.entry(self.key, request, number, self._codec)
+            return entry is not None and self._reply.put(entry)
         except Exception:  # a task sends it, or meets the same error
             _logger.exception("an output could not be bundled")
             return False
@@ -374,11 +402,11 @@ class HostedSession:
     def _has_pushed(self, pusher: Pusher, request: pb.Step, outputs: StepOutputs, number: int) -> bool:
         if not request.settled:
             return False
-        answer = pb.Output()
-        has_parts = outputs.fill(answer, number, None, self._next_codec)
-        if has_parts or not pusher.send_at_once(_with_hidden(request, answer.hidden)):
+        hidden = pb.Tensor()
+        has_parts = outputs.encode_into(hidden, number, self._next_codec)
+        if has_parts or not pusher.send_at_once(_with_hidden(request, hidden)):
             return False
-        self._services.counters.sent_bytes["push"] += answer.hidden.size_bytes
+        self._services.counters.sent_bytes["push"] += hidden.size_bytes
         return True
 
     async def _send_on(self, request: pb.Step, output: torch.Tensor) -> None:
@@ -444,7 +472,7 @@ class HostedSession:
 
     def require_number(self, number: int) -> None:
         """Raise RequestRejected if the number is far ahead: the session would ignore all steps with correct numbers."""
-        if number > max(self.number, self._last_number) + MAX_NUMBER_JUMP:
+        if number > self._done[0] + MAX_NUMBER_JUMP and number > self._last_number + MAX_NUMBER_JUMP:
             raise RequestRejected(
                 f"step {number} is far ahead of the session's last one, {self.number}: expected the next number"
             )
@@ -521,16 +549,8 @@ class HostedSession:
             await self._pusher.send(_with_hidden(request, header), parts)
             return
         answer = pb.Output()
-        parts = self._fill(answer, request, StepOutputs(output, 1, self.scheduler), 0)
+        parts = StepOutputs(output, 1, self.scheduler).fill(answer, request, self._codec)
         await self._reply_output(answer, parts)
-
-    def _fill(self, answer: pb.Output, request: pb.Step, outputs: StepOutputs, number: int) -> list[bytes]:
-        """Fill in the answer to the client, and return the further parts of its hidden states."""
-        answer.number = request.number
-        num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else None
-        if num_wanted == 0:
-            return []
-        return outputs.fill(answer, number, num_wanted, self._codec)
 
     async def _send_block_outputs(self, number: int, outputs: torch.Tensor) -> None:
         """Send the outputs of each block to the client; ``outputs``: [blocks, batch, tokens, hidden_size]."""

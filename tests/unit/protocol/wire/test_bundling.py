@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
-from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, MIB, PART_BYTES
-from tests.unit.support import resident_bytes, run
-
-FATAL = 99  # the entry that cannot be filled in
+from swarm_protocol.wire.constants import MAX_BUNDLED, MAX_BUNDLED_BYTES, PART_BYTES
+from tests.unit.support import run
 
 
 def sent_of(*turns: list[pb.TakenStep]) -> list[list[int]]:
@@ -80,45 +77,20 @@ def test_no_message_has_too_many_entries_or_bytes() -> None:
     assert all(len(message) <= per_message for message in messages)
 
 
-async def test_an_entry_that_is_not_filled_in_or_too_large_is_not_sent() -> None:
-    messages: list[list[int]] = []
+@pytest.mark.parametrize("size_bytes", [0, 1, 100, 127, 128, 300, 16_384, MAX_BUNDLED_BYTES])
+async def test_encoded_entries_are_sent_as_the_message_that_has_them(size_bytes: int) -> None:
+    messages: list[pb.TakenBundle] = []
 
     async def send(message: pb.TakenBundle) -> None:
-        messages.append([entry.number for entry in message.steps])
-
-    def filled(number: int, size_bytes: int = 0, rest: bytes = b"") -> bool:
-        def fill(entry: pb.TakenStep) -> bytes:
-            entry.number, entry.push_key = number, bytes(size_bytes)
-            if number == FATAL:
-                raise MemoryError
-            return rest
-
-        return outbox.put_filled(fill)
+        messages.append(message)
 
     outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
+    entries = [pb.TakenStep(number=7), pb.TakenStep(push_key=bytes(size_bytes)), pb.TakenStep(lost=True)]
+    for entry in entries:
+        outbox.put_encoded(entry.SerializeToString())
+    assert outbox.size_bytes == sum(entry.ByteSize() for entry in entries)
     sending = asyncio.ensure_future(outbox.send_all())
-    assert not filled(1, MAX_BUNDLED_BYTES) and not filled(2, rest=b"more")
-    with pytest.raises(MemoryError):
-        filled(FATAL)
-    assert outbox.size_bytes == 0
-    numbers = range(3, 3 + MAX_BUNDLED)
-    assert all(filled(number) for number in numbers)
-    assert not filled(1, MAX_BUNDLED_BYTES)
     await asyncio.sleep(0)
     outbox.close()
     await sending
-    assert messages == [list(numbers)]
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
-def test_entries_that_are_too_large_keep_no_memory() -> None:
-    """A message keeps what its removed entries took, as long as it waits for a client that does not read."""
-
-    async def send(_message: pb.TakenBundle) -> None: ...
-
-    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
-    outbox.put(pb.TakenStep(number=1))
-    content, before = bytes(MIB), resident_bytes()
-    for _ in range(64):
-        assert not outbox.put_filled(lambda entry: setattr(entry, "push_key", content))
-    assert resident_bytes() - before < 16 * MIB
+    assert messages == [pb.TakenBundle(steps=entries)] and outbox.size_bytes == 0

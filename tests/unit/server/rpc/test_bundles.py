@@ -373,6 +373,9 @@ async def test_small_answers_go_into_the_bundle_and_all_else_by_the_sessions_own
             assert bundle.num_sessions == 1
             for replies in ([small], [large], [leaving], [relayed], [small, pb.SessionReply(more=b"part")]):
                 await reply(replies)
+            waiting_bytes = outbox.size_bytes
+            assert answer.put is not None and not answer.put(bytes(MAX_BUNDLED_BYTES + 1))
+            assert outbox.size_bytes == waiting_bytes
         assert bundle.num_sessions == 0
     await reply([small])  # the client has ended the bundle
     while outbox.size_bytes:

@@ -18,7 +18,7 @@ from swarm_protocol.wire.constants import MAX_BATCH_SIZE, WIRE_VERSION
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import FillReply, HostedSession, Reply
+from swarm_server.sessions.sessions import HostedSession, Reply, StepOutputs
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
 from tests.worlds.virtual_time import run_virtually
 
@@ -44,11 +44,9 @@ class Story:
     async def reply(self, replies: list[pb.SessionReply]) -> None:
         self.replies += replies
 
-    def put_reply(self, fill: FillReply) -> bool:
-        reply = pb.SessionReply()
-        is_put = self.has_bundle and not fill(reply)
-        self.put += [reply] * is_put
-        return is_put
+    def put_reply(self, entry: bytes) -> bool:
+        self.put += [pb.KeyedReply.FromString(entry).reply] * self.has_bundle
+        return self.has_bundle
 
     async def begun(self, hosted: HostedSession, request: pb.Step) -> bool | BaseException:
         """Return the result of a step that begins without a task."""
@@ -83,6 +81,23 @@ class Story:
 def step(number: int, start: int, *values: float) -> pb.Step:
     hidden, _ = encode(torch.tensor([values], dtype=torch.float32)[..., None])
     return pb.Step(number=number, start_position=start, hidden=hidden)
+
+
+@pytest.mark.parametrize("codec", [pb.RAW, pb.INT8_BLOCKS])
+@pytest.mark.parametrize("num_wanted", [None, 0, 1])
+async def test_answers_to_steps_that_were_computed_together_are_those_to_each_alone(
+    num_wanted: int | None, codec: pb.Codec
+) -> None:
+    scheduler = (await Story().open(4)).scheduler
+    rows = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0))
+    together = StepOutputs(rows, 3, scheduler)
+    for number, row in enumerate(rows.split(1)):
+        key, request = bytes([number]) * 16, pb.Step(number=1 << 32 + number, outputs_wanted=num_wanted)
+        expected = pb.KeyedReply(session_key=key)
+        assert not StepOutputs(row, 1, scheduler).fill(expected.reply.output, request, codec)
+        assert expected.reply.output.HasField("hidden") == (num_wanted != 0)
+        entry = together.entry(key, request, number, codec)
+        assert entry == expected.SerializeToString() == StepOutputs(row, 1, scheduler).entry(key, request, 0, codec)
 
 
 async def test_the_name_of_a_user_is_short() -> None:
@@ -132,7 +147,7 @@ async def test_a_step_whose_output_cannot_be_bundled_ends_like_any_other(monkeyp
     story = Story()
     hosted = await story.open(4)
 
-    def broken(_fill: FillReply) -> bool:
+    def broken(_entry: bytes) -> bool:
         raise MemoryError
 
     monkeypatch.setattr(hosted, "_reply", Reply(story.reply, broken))
