@@ -18,14 +18,13 @@ import torch
 from swarm_protocol.wire.block_input import BlockInput, run_numbers
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.engine.batch import positions_and_mask
-from swarm_server.engine.session_state import KvState, NextPositions, SessionStep
+from swarm_server.engine.session_state import KvState, SessionStep
 from swarm_server.kv.kv_rows import KvRow
 from swarm_server.kv.prefix_cache import token_content
 
 # Added to the first byte of a position, which identifies the dtype, so that no text has the same bytes:
 _WITH_ADDITIONS = 3  # for each block to whose output something is added
 _WITH_DIGEST = 128  # for the digest of a run
-_SEEN = torch.ones(1, 1, dtype=torch.uint8)  # the mask of positions that are not hidden
 
 
 def followed(state: KvState, step: SessionStep) -> KvState:
@@ -33,14 +32,6 @@ def followed(state: KvState, step: SessionStep) -> KvState:
     state = replace(state, unhashed=(*state.unhashed, step), can_match=False)
     is_full = step.start % PAGE_TOKENS + step.inputs.hidden.shape[1] >= PAGE_TOKENS
     return hashed(state) if is_full else state
-
-
-def contents_of(positions: NextPositions) -> list[bytes]:
-    """Return the content of each of the positions."""
-    starts = torch.from_numpy(np.array(positions.starts, dtype=np.int64)[:, None])
-    data = token_content(positions.hidden, starts, _SEEN).numpy().tobytes()
-    size = len(data) // len(positions)
-    return [data[first : first + size] for first in range(0, len(data), size)]
 
 
 def followed_by_one(state: KvState, row: KvRow, content: bytes) -> KvState:

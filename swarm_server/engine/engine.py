@@ -34,7 +34,7 @@ from swarm_server.engine.batch import (
     block_runs,
     positions_seen,
 )
-from swarm_server.engine.content import contents_of, followed, followed_by_one, hashed, hiding, same_mask
+from swarm_server.engine.content import followed, followed_by_one, hashed, hiding, same_mask
 from swarm_server.engine.session_state import (
     BatchEntry,
     HistoryChange,
@@ -55,7 +55,7 @@ from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, Parts, grow, grown_in_place
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
-from swarm_server.kv.prefix_cache import PrefixCache
+from swarm_server.kv.prefix_cache import PrefixCache, next_contents
 from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
@@ -305,7 +305,9 @@ class Engine:
 
         Return what is prepared, with the numbers of its sessions, and the numbers of the sessions that are left.
         """
-        contents = [b""] * len(positions) if self.prefix_cache is None else contents_of(positions)
+        contents = [b""] * len(positions)
+        if self.prefix_cache is not None:
+            contents = next_contents(positions.hidden, positions.starts)
         alike: dict[tuple[object, ...], tuple[list[int], list[KvState], Growth]] = {}
         left: list[int] = []
 
@@ -410,8 +412,9 @@ class Engine:
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
-        for each, state in zip(work.sessions, work.states, strict=True):
-            each.enter(_with_states_after(work) if session.layout.slots else state)
+        states = [_with_states_after(work)] if session.layout.slots else work.states
+        for each, state in zip(work.sessions, states, strict=True):
+            each.enter(state)
         if session.keeps_outputs and output is not None:
             self._store_outputs(work, output)
         if work.num_matched:

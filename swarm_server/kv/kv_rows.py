@@ -200,6 +200,8 @@ Parts = tuple[PageSlice, ...]
 
 def length_of(parts: Parts) -> int:
     """Return how many positions the parts have."""
+    if len(parts) == 1:  # as nearly all rows have
+        return parts[0].end - parts[0].start
     return sum([part.end - part.start for part in parts])
 
 
@@ -331,7 +333,7 @@ def grow(
 
 def grown_in_place(row: KvRow, count: int, layout: PageLayout, lease: Lease, growth: Growth) -> KvRow | None:
     """Return a row, grown where it ends; return None, and change nothing, if it has no room there."""
-    grown = []
+    grown: list[Parts] = []
     for group, parts in zip(layout.groups, row.parts, strict=True):
         if not parts or len(parts) > MAX_PARTS:
             return None
@@ -341,8 +343,10 @@ def grown_in_place(row: KvRow, count: int, layout: PageLayout, lease: Lease, gro
             return None
         if group.window is not None and length_of(parts) + count > group.most:
             return None
-        grown.append((*parts[:-1], PageSlice(page, last.row, last.start, end)))
-    for *_, last in grown:
+        longer = PageSlice(page, last.row, last.start, end)
+        grown.append((longer,) if len(parts) == 1 else (*parts[:-1], longer))
+    for parts in grown:
+        last = parts[-1]
         growth.fill(last.page, last.row, last.end)
     return KvRow(row.length + count, tuple(grown))
 

@@ -8,6 +8,7 @@ for content. Pages stay where they were computed; the cache only refers to them.
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from swarm_protocol.wire.codec import as_numpy
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
 
+_PLACE = struct.Struct("=qB")  # the number of a position, and that nothing hides it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
 
 
@@ -63,6 +65,20 @@ def token_content(hidden: torch.Tensor, position_ids: torch.Tensor, mask: torch.
     content[..., -9:-1] = _numbers(position_ids.numpy())[..., None].view(np.uint8)
     content[..., -1] = mask.numpy()
     return torch.from_numpy(content)
+
+
+def next_contents(hidden: torch.Tensor, starts: Sequence[int]) -> list[bytes]:
+    """Return for each row what ``token_content`` says of one position of text, whose number is in ``starts``.
+
+    hidden: [rows, 1, size]. Unlike numpy's copies of many elements, nothing here lets other threads take the
+    interpreter.
+    """
+    kind, data = bytes([_DTYPES.index(hidden.dtype)]), as_numpy(hidden).tobytes()
+    size = len(data) // len(starts)
+    firsts = range(0, len(data), size)
+    return [
+        kind + data[first : first + size] + _PLACE.pack(start, 1) for first, start in zip(firsts, starts, strict=True)
+    ]
 
 
 def _numbers(position_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

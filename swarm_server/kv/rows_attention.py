@@ -84,9 +84,10 @@ def hidden_before(runs: Sequence[Run], window: int | None, seen: Sequence[int], 
         window: how many of the last positions a new position looks at; None means all.
         seen: how many of its last positions each row attends to at most, new positions included.
     """
-    most = sys.maxsize if window is None else window
     if num_new == 1 and len(runs) == len(seen):  # decoding, with a row in each run
-        return [max(0, run.length - min(most, last)) for run, last in zip(runs, seen, strict=True)]
+        looks = seen if window is None else [min(window, last) for last in seen]
+        return [run.length - last if run.length > last else 0 for run, last in zip(runs, looks, strict=True)]
+    most = sys.maxsize if window is None else window
     rows = [(run.length, row) for run in runs for row in range(run.first, run.first + run.num_rows)]
     return [
         max(0, length - behind - min(most, seen[row] - behind))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import KvRow, PageLayout, grow
-from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, token_content
+from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, next_contents, token_content
 from tests.unit.rows import LAYOUTS
 from tests.unit.support import TIMEOUT_S
 
@@ -82,6 +82,14 @@ class TestDigests:
     def test_the_same_bytes_are_other_content_as_other_numbers(self) -> None:
         states = STATES.bfloat16()
         assert not set(digests(content(states.view(torch.float16)))) & set(digests(content(states)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_next_positions_of_many_texts_have_the_content_that_they_have_in_a_prompt(dtype: torch.dtype) -> None:
+    states = STATES.to(dtype)
+    known = content(states)
+    starts = [0, 7, TOKENS - 1, 7]
+    assert next_contents(states[0, starts][:, None], starts) == [known[start].numpy().tobytes() for start in starts]
 
 
 def test_rows_of_a_batch_are_known_by_their_own_content() -> None:
