@@ -8,21 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.swarm import peer_health
+from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import Pair, started
+from tests.swarm.pair import Pair, random_ids, started
 from tests.swarm.processes import ForkedCluster, ServerProcess
 from tests.swarm.raw_client import RawClient
 from tests.swarm.survival import Client, Fleet, Moments
 from tests.swarm.target import CLOSE, HOSTED, ROOM, TOKENS, Target, assert_session_works
 from tests.swarm.waiting import wait_for
-from tests.zoo import VOCAB, save_checkpoint
+from tests.zoo import PAD, VOCAB, save_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,6 +71,29 @@ def servers(request, llama) -> Iterator[InProcessServers]:
     with InProcessServers(llama, memory_dht=True) as servers:
         servers.start(*request.module.SPANS)
         yield servers
+
+
+@pytest.fixture
+def padded() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts longer than a sliding window, the first padded on its left, and their mask."""
+    ids = random_ids(2, 14, seed=0)
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = PAD, 0
+    return ids, mask
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[InProcessServers]:
+    """Servers of the shipped model, which other processes find."""
+    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
+        servers.start("0:10", "10:20")
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def shipped_whole() -> PreTrainedModel:
+    """The shipped model in this process."""
+    return AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

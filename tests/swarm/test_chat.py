@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_cli.chat.chat import Chat, ChatModel
 from swarm_cli.chat.conversation import Conversation
@@ -23,7 +22,6 @@ from swarm_client.generation.opening import ModelChoice
 from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import PeerUnavailable
-from tests.swarm.harness import InProcessServers
 
 OPTIONS = TextOptions(max_new_tokens=8, temperature=0)
 LINES = ["Return a list of", "The first argument", "Raises"]
@@ -35,22 +33,10 @@ FORMATS = {None: ("{}", "\n{}"), TEMPLATE: ("<user>{}</s><assistant>", "</s><use
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[InProcessServers]:
-    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
-        servers.start("0:10", "10:20")
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def remote(servers) -> Iterator[PreTrainedModel]:
-    known = {"initial_peers": servers.initial_peers, "swarm": servers.swarm, "draft": "none"}
-    with DistributedModel.from_pretrained(str(servers.model), **known) as model:
+def remote(shipped) -> Iterator[PreTrainedModel]:
+    known = {"initial_peers": shipped.initial_peers, "swarm": shipped.swarm, "draft": "none"}
+    with DistributedModel.from_pretrained(str(shipped.model), **known) as model:
         yield model
-
-
-@pytest.fixture(scope="module")
-def local() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
 
 
 @pytest.fixture(params=[None, TEMPLATE], ids=["text", "template"])
@@ -106,8 +92,8 @@ def chat_with(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Cha
 
 
 @pytest.mark.promise("swarm chat is a conversation in one session")
-def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, monkeypatch, capsys):
-    expected = answers_of(local, tokenizer, LINES)
+def test_a_conversation_is_that_of_the_local_model(remote, shipped_whole, tokenizer, monkeypatch, capsys):
+    expected = answers_of(shipped_whole, tokenizer, LINES)
     chat = chat_with(remote, tokenizer)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([LINES[0], "", *LINES[1:]])))
     run(chat, PipeReader(), interactive=False)
@@ -116,27 +102,27 @@ def test_a_conversation_is_that_of_the_local_model(remote, local, tokenizer, mon
     assert conversation.cache.session.stats.tokens == conversation.cache.get_seq_length()  # each was computed once
 
 
-def test_a_template_may_change_earlier_turns(remote, local, text_tokenizer):
+def test_a_template_may_change_earlier_turns(remote, shipped_whole, text_tokenizer):
     """As those do that leave out what a model has thought."""
     text_tokenizer.chat_template = TEMPLATE.replace("turn.content", "turn.content[:5]")
     conversation, messages = Conversation(remote, text_tokenizer, OPTIONS), []
     for line in LINES:
         messages.append({"role": "user", "content": line})
         ids = text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        expected = local.generate(torch.tensor([ids]), **OPTIONS.as_arguments())[0, len(ids) :]
+        expected = shipped_whole.generate(torch.tensor([ids]), **OPTIONS.as_arguments())[0, len(ids) :]
         messages.append({"role": "assistant", "content": conversation.answer(line)})
         assert messages[-1]["content"] == text_tokenizer.decode(expected, skip_special_tokens=True)
 
 
-def test_reset_and_exit(remote, local, tokenizer, capsys):
-    one, two = answers_of(local, tokenizer, LINES[:1]), answers_of(local, tokenizer, LINES[1:2])
+def test_reset_and_exit(remote, shipped_whole, tokenizer, capsys):
+    one, two = answers_of(shipped_whole, tokenizer, LINES[:1]), answers_of(shipped_whole, tokenizer, LINES[1:2])
     typist = Typist(LINES[0], "/reset", LINES[1], "/exit", LINES[2])
     run(chat_with(remote, tokenizer), typist, interactive=False)
     assert capsys.readouterr().out == "".join(f"{answer}\n" for answer in one + two)
 
 
-def test_what_is_wrong_is_said_and_the_conversation_goes_on(remote, local, text_tokenizer, capsys):
-    expected = answers_of(local, text_tokenizer, LINES[:2])
+def test_what_is_wrong_is_said_and_the_conversation_goes_on(remote, shipped_whole, text_tokenizer, capsys):
+    expected = answers_of(shipped_whole, text_tokenizer, LINES[:2])
     typist = Typist(LINES[0], "/quit", "very long " * 1000, LINES[1])
     run(chat_with(remote, text_tokenizer), typist, interactive=True)
     out, err = capsys.readouterr()
@@ -162,7 +148,7 @@ def test_an_answer_takes_no_more_than_the_positions_that_are_left(remote, text_t
 
 
 @pytest.mark.parametrize("moment", [1, 4])
-def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_tokenizer, moments, moment):
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, shipped_whole, text_tokenizer, moments, moment):
     """Ctrl-C comes while servers compute; before the first token, the turn is as if it had not been."""
     conversation = Conversation(remote, text_tokenizer, OPTIONS)
     conversation.answer(LINES[0])
@@ -176,13 +162,13 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(remote, local, text_t
         line = text_tokenizer("\n" + LINES[1], add_special_tokens=False).input_ids
         assert len(conversation.token_ids) == len(before) + len(line) + moment - 1
     text = conversation.token_ids + text_tokenizer("\n" + LINES[2], add_special_tokens=False).input_ids
-    expected = local.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
+    expected = shipped_whole.generate(torch.tensor([text]), **OPTIONS.as_arguments())[0].tolist()
     conversation.answer(LINES[2])
     assert conversation.token_ids == expected
 
 
-def test_a_failure_is_said_and_the_next_line_is_answered(remote, local, text_tokenizer, capsys, monkeypatch):
-    expected, generate, failures = answers_of(local, text_tokenizer, LINES[1:2]), remote.generate, ["once"]
+def test_a_failure_is_said_and_the_next_line_is_answered(remote, shipped_whole, text_tokenizer, capsys, monkeypatch):
+    expected, generate, failures = answers_of(shipped_whole, text_tokenizer, LINES[1:2]), remote.generate, ["once"]
 
     def failing(*args, **kwargs):
         if failures:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from swarm_cli.chat.chat import Chat, ChatModel, open_model
 from swarm_cli.chat.commands import COMMANDS, carry_out
@@ -19,13 +19,7 @@ from swarm_client.generation.text_options import TextOptions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError, NoRoute
 from tests.swarm.harness import InProcessServers
-
-OPTIONS = TextOptions(max_new_tokens=8, temperature=0)
-LINES = ["Return a list of", "The first argument", "Raises"]
-TEMPLATE = (
-    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from tests.swarm.test_chat import LINES, OPTIONS, TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +39,6 @@ def choice(other) -> Iterator[ModelChoice]:
         known = {"initial_peers": tuple(servers.initial_peers), "swarm": servers.swarm}
         config = ClientConfig(**known, wait_timeout_s=2.0, draft="none")  # the tests count positions
         yield ModelChoice(DEFAULT_MODEL, config)
-
-
-@pytest.fixture(scope="module")
-def local() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(locate(DEFAULT_MODEL), dtype=torch.float32).eval()
 
 
 class Talk:
@@ -81,13 +70,13 @@ def talk(choice, opened) -> Iterator[Talk]:
 
 
 @pytest.fixture
-def continued(local):
+def continued(shipped_whole):
     """What the local model says after this text; ``begins`` with the special tokens of a text."""
     tokenizer = AutoTokenizer.from_pretrained(locate(DEFAULT_MODEL))
 
     def continued(text: str, *, begins: bool = True) -> str:
         ids = tokenizer(text, add_special_tokens=begins, return_tensors="pt").input_ids
-        output = local.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS.as_arguments())
+        output = shipped_whole.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS.as_arguments())
         return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
     return continued

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,8 @@ from tests.swarm.waiting import DEADLINE_S
 LONG = 300  # tokens, which take seconds
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[InProcessServers]:
-    with InProcessServers(Path(locate(DEFAULT_MODEL))) as servers:
-        servers.start("0:10", "10:20")
-        yield servers
-
-
-def chat(servers: InProcessServers, home: Path, num_tokens: int) -> Terminal:
-    flags = ["--swarm", servers.swarm, "--temperature", "0", "--max-new-tokens", str(num_tokens)]
+def chat(shipped: InProcessServers, home: Path, num_tokens: int) -> Terminal:
+    flags = ["--swarm", shipped.swarm, "--temperature", "0", "--max-new-tokens", str(num_tokens)]
     return Terminal("chat", *flags, home=home)
 
 
@@ -36,9 +28,9 @@ def turns(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_lines_and_their_history(servers, tmp_path):
+def test_lines_and_their_history(shipped, tmp_path):
     saved = tmp_path / "talk.json"
-    with chat(servers, tmp_path, 2) as terminal:
+    with chat(shipped, tmp_path, 2) as terminal:
         assert "/help shows commands" in terminal.wait_for_prompt()
         terminal.type(f"one\\{ENTER}two{ENTER}")
         terminal.wait_for_prompt()
@@ -55,7 +47,7 @@ def test_lines_and_their_history(servers, tmp_path):
         assert terminal.end() == 0
     assert turns(saved) == ["one\ntwo", "three\nfour", "five\nsix"]
     assert (tmp_path / "state" / "swarm" / "chat_history").stat().st_mode & 0o777 == 0o600
-    with chat(servers, tmp_path, 2) as terminal:
+    with chat(shipped, tmp_path, 2) as terminal:
         terminal.wait_for_prompt()
         terminal.type(UP + "2" + ENTER)  # the last line of the last conversation
         terminal.wait_for(r"saved to \S+json2")
@@ -64,9 +56,9 @@ def test_lines_and_their_history(servers, tmp_path):
         assert terminal.end() == 0
 
 
-def test_ctrl_c_stops_the_answer_only(servers, tmp_path):
+def test_ctrl_c_stops_the_answer_only(shipped, tmp_path):
     saved = tmp_path / "talk.json"
-    with chat(servers, tmp_path, LONG) as terminal:
+    with chat(shipped, tmp_path, LONG) as terminal:
         terminal.wait_for_prompt()
         terminal.type(f"Return a list of{ENTER}")
         terminal.wait_for("strings")  # the answer has begun
@@ -115,9 +107,9 @@ def test_the_death_of_a_server_is_a_pause_and_a_dim_line(cluster, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_a_history_that_cannot_be_written_is_done_without(servers, tmp_path):
+def test_a_history_that_cannot_be_written_is_done_without(shipped, tmp_path):
     (tmp_path / "state").write_text("no directory")
-    with chat(servers, tmp_path, 2) as terminal:
+    with chat(shipped, tmp_path, 2) as terminal:
         terminal.wait_for_prompt()
         terminal.type(f"Return{ENTER}")
         terminal.wait_for_prompt()

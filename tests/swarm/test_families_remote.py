@@ -19,12 +19,11 @@ from tests.drafts import Always, KnowingDraft
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
 from tests.swarm.tuning import assert_close
-from tests.zoo import PAD, SUPPORTED, VOCAB, save_checkpoint
+from tests.zoo import PAD, SUPPORTED, save_checkpoint
 
 IN_PROMISE = ("llama", "gemma3_text", "jamba")  # all positions, windows, recurrent states
 KINDS = (*IN_PROMISE, "mixtral", "qwen3_next", "minimax")
 SPANS = ("0:2", "2:6")
-PADDED = 4
 ROUNDING = 1e-4  # relative; linear attention inverts a matrix, and processors sum in orders of their own: 3e-5 was seen
 FORGETS_BEAMS = ("MiniMaxForCausalLM",)  # with a cache: transformers does not reorder the states of linear attention
 
@@ -55,15 +54,6 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
                 model.generation_config.eos_token_id = None
                 model.generation_config.pad_token_id = PAD
             yield Pair(whole, remote)
-
-
-@pytest.fixture
-def padded() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts longer than a sliding window, the first padded on its left, and their mask."""
-    ids = torch.randint(3, VOCAB, (2, 14), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    ids[0, :PADDED], mask[0, :PADDED] = PAD, 0
-    return ids, mask
 
 
 @pytest.mark.parametrize(

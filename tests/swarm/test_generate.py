@@ -24,20 +24,9 @@ from swarm_client import (
 )
 from tests.swarm.harness import InProcessServers, Numbers
 from tests.swarm.pair import NEW_TOKENS, connected, ends_only_at_its_length, random_ids
-from tests.zoo import BLOCKS, HIDDEN, PAD, POSITIONS, save_checkpoint
+from tests.zoo import BLOCKS, HIDDEN, POSITIONS, save_checkpoint
 
 SPANS = ("0:2", "2:5", "5:6")
-
-PADDED = 4
-
-
-@pytest.fixture
-def padded() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts, the first padded on its left, and their mask."""
-    ids = random_ids(2, 14, seed=0)
-    mask = torch.ones_like(ids)
-    ids[0, :PADDED], mask[0, :PADDED] = PAD, 0
-    return ids, mask
 
 
 @pytest.fixture

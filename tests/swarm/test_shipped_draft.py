@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,25 +15,17 @@ from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_protocol.errors import CheckpointError
 from tests.drafts import Always
-from tests.swarm.harness import InProcessServers
 
 MODEL = Path(locate(DEFAULT_MODEL))
 PROMPTS = ("Return a list of", "The class is used to", "Raises an exception if the")
 NEW_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[InProcessServers]:
-    with InProcessServers(MODEL) as servers:
-        servers.start("0:10", "10:20")
-        yield servers
-
-
-def test_by_default_it_is_the_models_own(servers):
-    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm) as model:
+def test_by_default_it_is_the_models_own(shipped):
+    with DistributedModel.from_pretrained(str(MODEL), shipped.initial_peers, shipped.swarm) as model:
         assert isinstance(model.speculation.draft, DistilledDraft) and not model.speculation.off
         assert 0.4 < model.speculation.draft.acceptance < 1
-    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft="lookup") as model:
+    with DistributedModel.from_pretrained(str(MODEL), shipped.initial_peers, shipped.swarm, draft="lookup") as model:
         assert isinstance(model.speculation.draft, LookupDraft)
 
 
@@ -44,10 +35,10 @@ def test_by_default_it_is_the_models_own(servers):
     [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}],
     ids=["greedy", "sampled"],
 )
-def test_text_is_that_of_plain_generation_in_fewer_passes(servers, options, rows):
+def test_text_is_that_of_plain_generation_in_fewer_passes(shipped, options, rows):
     tokenizer, passes = load_tokenizer(DEFAULT_MODEL), 0
     path = str(MODEL / "draft.safetensors")
-    with DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft=path) as model:
+    with DistributedModel.from_pretrained(str(MODEL), shipped.initial_peers, shipped.swarm, draft=path) as model:
         draft = model.speculation.draft
         for prompt in PROMPTS:
             texts = []
@@ -61,7 +52,7 @@ def test_text_is_that_of_plain_generation_in_fewer_passes(servers, options, rows
     assert passes < 0.75 * len(PROMPTS) * NEW_TOKENS
 
 
-def test_wrong_drafts_are_named(servers, tmp_path):
+def test_wrong_drafts_are_named(shipped, tmp_path):
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"no draft")
     for path, error, message in (
@@ -70,4 +61,4 @@ def test_wrong_drafts_are_named(servers, tmp_path):
         (str(other), CheckpointError, "is no safetensors file"),
     ):
         with pytest.raises(error, match=message):
-            DistributedModel.from_pretrained(str(MODEL), servers.initial_peers, servers.swarm, draft=path)
+            DistributedModel.from_pretrained(str(MODEL), shipped.initial_peers, shipped.swarm, draft=path)
