@@ -115,7 +115,6 @@ MISTAKES = {
     "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine", FAILED),
     "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine", FAILED),
     "chat-without-swarm": (["chat"], "no swarm named 'default' runs on this machine", FAILED),
-    "hint": (["status", "--swarm", "mine"], "start a server with `python -m swarm_server --swarm mine`", FAILED),
     "no-prompt": (["generate", ""], "the prompt is empty", WRONG),
     "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
     "top-p": (["chat", "--top-p", "2"], "top_p is 2.0: expected a probability above 0 and at most 1", WRONG),

@@ -114,11 +114,6 @@ def test_logits_and_hidden_states_without_a_cache(pair, padded):
 
 
 @of_kinds
-def test_greedy_search_of_a_left_padded_batch(pair, padded):
-    pair.assert_same_tokens(*padded)
-
-
-@of_kinds
 def test_prompt_lookup(pair, padded):
     """Guesses are taken back: sliding windows must bring back what they had dropped."""
     repetitive, lookup = padded[0][1:, :6].repeat(1, 3), {"prompt_lookup_num_tokens": 3}

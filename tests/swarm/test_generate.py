@@ -149,14 +149,6 @@ def test_room_comes_back_when_a_generation_ends(pair, padded):
 # ------------------------------------------------------------ forward
 
 
-def test_logits(pair, padded):
-    ids, mask = padded
-    with torch.no_grad():
-        whole = pair.whole(ids, attention_mask=mask).logits
-        remote = pair.remote(ids, attention_mask=mask).logits
-    assert torch.equal(remote[mask.bool()], whole[mask.bool()])
-
-
 def test_loss_of_labels(pair, padded):
     ids, mask = padded
     labels = ids.masked_fill(mask == 0, -100)

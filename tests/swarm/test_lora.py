@@ -246,12 +246,6 @@ def test_two_clients_with_different_adapters_at_once(servers):
             assert torch.equal(found, model.eval().generate(input_ids=ids, max_new_tokens=8, do_sample=False))
 
 
-# ------------------------------------------------------------ adapters of the servers
-
-
-# ------------------------------------------------------------ what is refused
-
-
 # ------------------------------------------------------------ beside the blocks
 
 

@@ -105,6 +105,3 @@ def test_a_failure_ends_the_stream_that_another_thread_reads(servers, connect):
         generation = thread.submit(generate, model, streamer=streamer)
         assert "".join(streamer) == ""
         assert isinstance(generation.exception(), NoRoute)
-
-
-# ------------------------------------------------------------ full

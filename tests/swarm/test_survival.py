@@ -93,6 +93,3 @@ def test_the_member_through_which_the_client_joined_is_gone(fleet, connect, mome
     client.generate(PROMPT)
     assert client.moved_blocks[-1] == "2:4"
     assert client.recoveries[-1].replacements == (came[0].peer_id,)
-
-
-# ------------------------------------------------------------ ways to generate
