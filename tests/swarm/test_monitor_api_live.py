@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,45 +9,25 @@ from typing import Any
 import httpx
 import pytest
 
-from swarm_cli.demo.local_cluster import LocalServer
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.history.store import HistoryStore
 from swarm_gateway.monitor.monitor import Monitor
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.monitored_swarm import monitor_served
+from tests.swarm import test_status_live
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
-_numbers = itertools.count()
 JSON = {"Accept": "application/json"}
-
-
-class LiveSwarm:
-    def __init__(self, cluster: Any) -> None:
-        self.config = ClientConfig(swarm=f"monitor-{os.getpid()}-{next(_numbers)}")
-        self._cluster = cluster
-        self.running: list[LocalServer] = []
-
-    def start(self, *spans: str) -> list[LocalServer]:
-        servers = [self._cluster.start("--blocks", span, "--swarm", self.config.swarm) for span in spans]
-        self.running += servers
-        self._cluster.wait_ready(servers)
-        return servers
+servers = test_status_live.servers  # a fixture
 
 
 @pytest.fixture
-def swarm(cluster) -> Iterator[LiveSwarm]:
-    swarm = LiveSwarm(cluster)
-    yield swarm
-    for server in swarm.running:
-        server.kill()
-
-
-@pytest.fixture
-def api(swarm, tmp_path) -> Iterator[httpx.Client]:
-    swarm.start("0:10", "10:20")
-    monitor, history = Monitor(swarm.config), HistoryStore(tmp_path / "history.sqlite")
+def api(servers, tmp_path) -> Iterator[httpx.Client]:
+    servers.start("0:10", "10:20")
+    config = ClientConfig(swarm=servers.swarm)
+    monitor, history = Monitor(config), HistoryStore(tmp_path / "history.sqlite")
     with (
-        monitor_served(monitor, history=history, config=swarm.config, own_model=DEFAULT_MODEL) as url,
+        monitor_served(monitor, history=history, config=config, own_model=DEFAULT_MODEL) as url,
         httpx.Client(base_url=f"{url}/api/v1", timeout=DEADLINE_S) as client,
     ):
         wait_for(lambda: client.get("/swarm").json()["servers"] == 2, "both servers are seen")
@@ -61,7 +39,7 @@ def servers_of(api: httpx.Client) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.promise("the monitor shows deaths and who joins as they happen")
-def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
+def test_a_death_and_a_replacement_are_seen_as_they_happen(servers, api):
     assert api.get("/health").status_code == 200
     seen: list[str] = []
 
@@ -75,13 +53,14 @@ def test_a_death_and_a_replacement_are_seen_as_they_happen(swarm, api):
     listening = threading.Thread(target=listen)
     listening.start()
     wait_for(lambda: "event: tick" in seen, "events are listened to")
-    victim = swarm.running[1]
+    victim = servers.running[1]
     victim.kill()
     wait_for(lambda: servers_of(api)[victim.peer_id]["state"] == "unreachable", "the death is seen")
     health = api.get("/health")
     assert health.status_code == 503
     assert f"no server holds blocks 10:20 of model {DEFAULT_MODEL}" in health.json()["reasons"]
-    (replacement,) = swarm.start("10:20")
+    servers.start("10:20")
+    replacement = servers.running[-1]
     wait_for(lambda: api.get("/health").status_code == 200, "its blocks are served again")
     assert servers_of(api)[replacement.peer_id]["usable"]
     listening.join(DEADLINE_S)

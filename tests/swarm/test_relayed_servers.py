@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_cli.demo.local_cluster import LocalServer
-from swarm_client import ClientConfig, DistributedModel
+from swarm_client import ClientConfig
 from swarm_client.core import background
 from swarm_gateway.monitor.status import read_status
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.tunnel.circuit import relay_of
+from tests.swarm import test_recovery_basics as basics
 from tests.swarm.harness import InProcessServers, Watcher
-from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.waiting import wait_for
-from tests.zoo import VOCAB
 
 NOWHERE = "127.0.0.1:1"  # connections are refused
-PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
-NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def expected(llama) -> torch.Tensor:
-    return generate(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32))
-
-
-@pytest.fixture
-def servers(llama) -> Iterator[InProcessServers]:
-    with InProcessServers(llama) as servers:
-        yield servers
-
-
-@pytest.fixture
-def connect(servers) -> Iterator[Callable[[], PreTrainedModel]]:
-    models: list[PreTrainedModel] = []
-
-    def connect(initial_peers: Sequence[str] = ()) -> PreTrainedModel:
-        peers = list(initial_peers) or servers.initial_peers
-        models.append(DistributedModel.from_pretrained(str(servers.model), initial_peers=peers, swarm=servers.swarm))
-        return models[-1]
-
-    yield connect
-    for model in models:
-        model.close()
-
-
-def generate(model: PreTrainedModel, **options) -> torch.Tensor:
-    ends_only_at_its_length(model)
-    return model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+servers, connect, expected, generate = basics.servers, basics.connect, basics.expected, basics.generate
 
 
 def hidden(servers: InProcessServers, *spans: str, num_relays: int = 1, **options) -> list[ServerRecord]:
@@ -95,7 +61,7 @@ def test_no_token_is_lost_when_the_relay_dies_and_another_is_found(servers, conn
             relays[relay.peer_id] = relay
         (record,) = hidden(servers, "2:6", num_relays=2, initial_peers=tuple(peers))
         assert len(record.addresses) == 3  # two of the three relays
-        model = connect(peers)
+        model = connect(initial_peers=peers)
         used = relay_of(record.addresses[1])
         assert torch.equal(generate(model, streamer=Watcher(6, relays[used].kill)), expected)
 
