@@ -108,6 +108,12 @@ def assert_step_refused(answer: Answer, index: int, status: grpc.StatusCode, pat
     assert_one_sentence(answer.replies[index].failure.message, pattern)
 
 
+def assert_refused(answer: Answer, status: grpc.StatusCode, pattern: str) -> None:
+    """Nothing was answered but this status and one sentence."""
+    assert (answer.replies, answer.status) == ([], status), answer
+    assert_one_sentence(answer.details, pattern)
+
+
 def assert_one_sentence(text: str, pattern: str) -> None:
     assert re.search(pattern, text), text
     assert "\n" not in text and "Traceback" not in text and len(text) < 250

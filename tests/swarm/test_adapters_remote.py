@@ -15,7 +15,7 @@ from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
 from swarm_protocol.wire.codec import decode
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, parts, random
 from tests.swarm.harness import InProcessServers
-from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_one_sentence, wire
+from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_refused, wire
 from tests.swarm.waiting import wait_for
 from tests.zoo import HIDDEN, save_checkpoint
 
@@ -71,8 +71,7 @@ def test_a_session_keeps_its_adapter(target):
     opening = pb.Open(contract=target.contract(), session_key=secrets.token_bytes(16), batch_size=1, adapter=name)
     with target.client.open_session(pb.SessionRequest(open=opening)):
         answer = target.client.put_adapter(*parts(big().serialize()[0]))
-        assert (answer.replies, answer.status) == ([], FULL)
-        assert_one_sentence(answer.details, f"no room for .* of {BUDGET} bytes are in use")
+        assert_refused(answer, FULL, f"no room for .* of {BUDGET} bytes are in use")
         target.output(random(1, 3, HIDDEN), name)
     other = big()
     wait_for(lambda: target.client.put_adapter(*parts(other.serialize()[0])).status is OK, "the session is closed")
@@ -99,8 +98,7 @@ def test_unknown_adapters(target, kind):
         target.client.backward(pb.BackwardRequest(forward=target.forward(hidden, name))),
         target.client.session(pb.SessionRequest(open=opening)),
     ):
-        assert (answer.replies, answer.status) == ([], status)
-        assert_one_sentence(answer.details, sentence)
+        assert_refused(answer, status, sentence)
 
 
 def test_streams_that_are_refused(target):
@@ -117,8 +115,7 @@ def test_streams_that_are_refused(target):
         (parts(Adapter(bytes(3), (low_rank,)).serialize()[0]), "salt has 3 bytes"),
     ):
         answer = target.client.put_adapter(*requests)
-        assert (answer.replies, answer.status) == ([], INVALID), answer
-        assert_one_sentence(answer.details, sentence)
+        assert_refused(answer, INVALID, sentence)
     target.put(target.adapter())
 
 

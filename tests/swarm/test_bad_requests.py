@@ -13,7 +13,7 @@ from tests.swarm.target import (
     INVALID,
     MOVED,
     TOKENS,
-    assert_one_sentence,
+    assert_refused,
     filled,
     header,
     wire,
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.promise("a request that is wrong is refused in one sent
 def test_hidden_states(target, name):
     hidden, sentence = BAD_HIDDEN[name]
     answer = target.client.forward(pb.ForwardRequest(forward=target.forward(hidden)))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, INVALID, sentence)
 
 
 BAD_PACKING = {"packed": True, "attention_mask": pb.AttentionMask()}, "by their positions: expected no attention mask"
@@ -38,8 +37,7 @@ BAD_PACKING = {"packed": True, "attention_mask": pb.AttentionMask()}, "by their 
 def test_masks_and_positions(target, name):
     fields, sentence = BAD_CONTEXT.get(name, BAD_PACKING)
     answer = target.client.forward(pb.ForwardRequest(forward=target.forward(**fields)))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, INVALID, sentence)
 
 
 BAD_CONTRACTS = {
@@ -64,15 +62,13 @@ def test_contracts(target, name):
         client.backward(pb.BackwardRequest(forward=forward)),
         client.session(target.open(contract=contract)),
     ):
-        assert (answer.replies, answer.status) == ([], status)
-        assert_one_sentence(answer.details, sentence)
+        assert_refused(answer, status, sentence)
 
 
 def test_more_parts_than_announced(target):
     announced = pb.ForwardRequest(forward=target.forward(header(1, 1, HIDDEN)))
     answer = target.client.forward(announced, pb.ForwardRequest(more=bytes(200)), pb.ForwardRequest(more=bytes(57)))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "more than the announced 256 bytes")
+    assert_refused(answer, INVALID, "more than the announced 256 bytes")
 
 
 def test_messages_out_of_turn(target):
@@ -83,8 +79,7 @@ def test_messages_out_of_turn(target):
         (client.forward(pb.ForwardRequest(forward=target.forward(header(1, 1, HIDDEN))), pb.ForwardRequest()), "more"),
         (client.backward(pb.BackwardRequest(forward=forward), pb.BackwardRequest(forward=forward)), "grad"),
     ):
-        assert (answer.replies, answer.status) == ([], INVALID)
-        assert_one_sentence(answer.details, f"expected a message of kind '{expected}'")
+        assert_refused(answer, INVALID, f"expected a message of kind '{expected}'")
 
 
 @pytest.mark.parametrize(
@@ -99,5 +94,4 @@ def test_messages_out_of_turn(target):
 def test_gradients(target, grad, sentence):
     forward = pb.BackwardRequest(forward=target.forward())
     answer = target.client.backward(forward, pb.BackwardRequest(grad=grad))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, INVALID, sentence)

@@ -20,6 +20,7 @@ from tests.swarm.target import (
     UNKNOWN,
     assert_close,
     assert_one_sentence,
+    assert_refused,
     assert_session_works,
     assert_step_refused,
     filled,
@@ -36,8 +37,7 @@ pytestmark = pytest.mark.promise(
 def test_step_before_open(target):
     for request in (target.step(), MORE, CLOSE, pb.SessionRequest()):
         answer = target.client.session(request)
-        assert (answer.replies, answer.status) == ([], UNKNOWN)
-        assert_one_sentence(answer.details, "does not know the session")
+        assert_refused(answer, UNKNOWN, "does not know the session")
 
 
 NEXT = pb.NextHop(peer_id="next", push_key=bytes(16))
@@ -68,16 +68,14 @@ NEXT = pb.NextHop(peer_id="next", push_key=bytes(16))
 )
 def test_open(target, fields, status, sentence):
     answer = target.client.session(target.open(**fields))
-    assert (answer.replies, answer.status) == ([], status)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, status, sentence)
 
 
 def test_two_sessions_with_one_key(target):
     opening = target.open()
     with target.client.open_session(opening):
         answer = target.client.session(opening)
-        assert (answer.replies, answer.status) == ([], INVALID)
-        assert_one_sentence(answer.details, "a session with this key is open already")
+        assert_refused(answer, INVALID, "a session with this key is open already")
 
 
 def test_no_room_beside_another_session(target):
@@ -86,8 +84,7 @@ def test_no_room_beside_another_session(target):
     assert first.replies[0].opened.tokens_left == ROOM - 24
     with target.client.open_session(target.open(reserve_tokens=24, next=NEXT)):
         answer = target.client.session(target.open(reserve_tokens=17, next=NEXT))
-        assert (answer.replies, answer.status) == ([], FULL)
-        assert_one_sentence(answer.details, f"no room for 17 more tokens .* 16 of {ROOM} are left")
+        assert_refused(answer, FULL, f"no room for 17 more tokens .* 16 of {ROOM} are left")
         assert_session_works(target.talk(target.open(reserve_tokens=20), target.step(), CLOSE), target, 1)
 
 

@@ -17,7 +17,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.rpc import passes
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, random, tensors
 from tests.swarm.raw_client import Answer, RawClient
-from tests.swarm.target import INVALID, assert_one_sentence, wire
+from tests.swarm.target import INVALID, assert_refused, wire
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
 from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import HIDDEN
@@ -88,8 +88,7 @@ def test_the_sum_is_that_in_the_order_of_numbers(target, name, order, kept):
     found = tensors(take(target, key, *sorted(order)))
     assert found and all(map(torch.equal, found, summed(target, name, *sorted(order))))
     again = take(target, key, *sorted(order))
-    assert (again.replies, again.status) == ([], FORGOTTEN)
-    assert_one_sentence(again.details, "does not have the sum")
+    assert_refused(again, FORGOTTEN, "does not have the sum")
 
 
 @pytest.mark.parametrize("numbers", [(0,), (0, 1, 2), (0, 2), ()], ids=str)
@@ -98,8 +97,7 @@ def test_a_sum_of_other_passes_is_not_handed_over(target, name, numbers):
     for number in (0, 1):
         go_back(target, name, number, pb.Summand(key=key, number=number))
     answer = take(target, key, *numbers)
-    assert (answer.replies, answer.status) == ([], FORGOTTEN)
-    assert_one_sentence(answer.details, "has added other passes")
+    assert_refused(answer, FORGOTTEN, "has added other passes")
 
 
 def test_only_the_client_itself_takes_its_sum(target, name):
@@ -129,8 +127,7 @@ def test_without_gradients_of_an_adapter_nothing_is_summed(target):
 def test_summands_that_are_refused(target, name, summand, sentence):
     first = pb.BackwardRequest(forward=target.forward(PASSES[0][0], name), summand=summand)
     answer = target.client.backward(first)  # refused before there is a gradient
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, INVALID, sentence)
 
 
 def test_a_sum_is_one_over_the_same_tensors(target, name):
@@ -138,8 +135,7 @@ def test_a_sum_is_one_over_the_same_tensors(target, name):
     half = target.put(type(other)(other.salt, other.low_rank[:2]))
     go_back(target, name, 0, pb.Summand(key=key, number=0))
     answer = go_back(target, half, 1, pb.Summand(key=key, number=1))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "the sum is one of other tensors")
+    assert_refused(answer, INVALID, "the sum is one of other tensors")
     request = pb.TakeSum(contract=target.contract(), key=key, numbers=[0])
     request.contract.blocks.end -= 1
     assert target.client.backward(pb.BackwardRequest(take_sum=request)).status is INVALID

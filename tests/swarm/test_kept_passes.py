@@ -15,7 +15,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.training.training_memory import TrainingMemory
 from tests.swarm.adapter_target import HOSTED, Target, adapter_target, random, tensors
 from tests.swarm.pair import Pair, random_ids
-from tests.swarm.target import INVALID, MOVED, assert_one_sentence, wire
+from tests.swarm.target import INVALID, MOVED, assert_refused, wire
 from tests.swarm.tuning import assert_close, lora, trained
 from tests.zoo import HIDDEN
 
@@ -49,8 +49,7 @@ def test_gradients_are_those_of_a_pass_that_is_recomputed(target, dropout):
     expected = target.gradients(HIDDEN_STATES, GRAD, name, dropout_seed=seed)
     assert len(found) == 1 + 2 * 2 * len(HOSTED) and all(map(torch.equal, found, expected))
     again = target.go_back(key, GRAD)
-    assert (again.replies, again.status) == ([], FORGOTTEN)
-    assert_one_sentence(again.details, "does not have the pass")
+    assert_refused(again, FORGOTTEN, "does not have the pass")
 
 
 def test_only_who_knows_the_key_goes_back(target):
@@ -68,8 +67,7 @@ def test_only_who_knows_the_key_goes_back(target):
 @pytest.mark.parametrize("length", [5, 65])
 def test_the_length_of_keys(target, length):
     answer = target.client.forward(pb.ForwardRequest(forward=target.forward(HIDDEN_STATES, keep_key=bytes(length))))
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, f"has {length} bytes: expected 16 to 64")
+    assert_refused(answer, INVALID, f"has {length} bytes: expected 16 to 64")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +79,7 @@ def test_a_bad_gradient_is_refused(target, grad, sentence):
     key = new_key()
     target.kept_output(key, HIDDEN_STATES)
     answer = target.go_back(key, grad)
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, sentence)
+    assert_refused(answer, INVALID, sentence)
     assert target.gradients(HIDDEN_STATES, GRAD)  # the server goes on
 
 

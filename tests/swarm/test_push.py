@@ -24,7 +24,16 @@ from swarm_server.engine.session_state import HistoryChange, Reorder
 from swarm_server.net.push import ChannelPool, Pusher
 from swarm_server.sessions.host import SessionManager
 from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
-from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_one_sentence, header, wire
+from tests.swarm.target import (
+    CLOSE,
+    INVALID,
+    TOKENS,
+    UNKNOWN,
+    assert_close,
+    assert_refused,
+    header,
+    wire,
+)
 from tests.swarm.waiting import wait_for
 from tests.swarm.wires import Wires, wires_between_servers
 from tests.zoo import HIDDEN
@@ -215,15 +224,13 @@ def push(**fields) -> pb.PushRequest:
 
 def test_an_unknown_session(target):
     answer = target.client.push(pb.PushRequest(push_key=bytes(32)))
-    assert (answer.replies, answer.status) == ([], UNKNOWN)
-    assert_one_sentence(answer.details, "this server does not know the session")
+    assert_refused(answer, UNKNOWN, "this server does not know the session")
 
 
 @pytest.mark.parametrize("first", [push(number=1), pb.PushRequest(more=b"x"), pb.PushRequest()])
 def test_a_stream_that_does_not_begin_with_its_session(target, first):
     answer = target.client.push(first)
-    assert (answer.replies, answer.status) == ([], INVALID)
-    assert_one_sentence(answer.details, "expected a message of kind 'push_key'")
+    assert_refused(answer, INVALID, "expected a message of kind 'push_key'")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +249,7 @@ def test_messages_that_make_no_sense_end_the_stream_and_not_the_session(target, 
         session.send(opening)
         session.read()
         answer = target.client.push(pb.PushRequest(push_key=push_key_of(opening.open.session_key)), *requests)
-        assert (answer.replies, answer.status) == ([], INVALID)
-        assert_one_sentence(answer.details, sentence)
+        assert_refused(answer, INVALID, sentence)
         session.send(target.step(number=1))
         assert torch.equal(decode(session.read().output.hidden), target.expected)
 
