@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_cli.command_line import main as client_main
-from swarm_cli.keys.grants import GrantsFile
 from swarm_protocol.access.membership import MemberCredentials
-from swarm_protocol.access.organiser import OrganiserKey
-from swarm_protocol.access.tokens import Grant, Role
+from swarm_protocol.access.tokens import Role
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
@@ -22,6 +18,7 @@ from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
+from tests.swarm.organiser import Organiser
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
@@ -31,20 +28,10 @@ CONFIG = ExpertServerConfig("demo", HIDDEN, GRID, 2, learning_rate=0.01, replica
 
 
 @dataclass
-class Private:
+class Private(Organiser):
     """An organiser, and a server that is a member and has two experts."""
 
-    directory: Path
-    key: OrganiserKey
     peers: list[str]
-
-    def membership(self, role: Role, name: str) -> Path:
-        path = self.directory / f"{name}.membership"
-        identity, now = Identity.generate(), time.time()
-        grant = Grant.new(self.key.public, role, name, identity.peer_id, now - 1.0, now + 1e6)
-        GrantsFile(self.directory / "organiser.key").add(grant)
-        MemberCredentials(grant, grant.signed(self.key), identity).write(path)
-        return path
 
     def client(self, name: str, role: Role = Role.TRAINER) -> ExpertClient:
         return ExpertClient(self.peers, membership=self.membership(role, name))
@@ -52,9 +39,7 @@ class Private:
 
 @pytest.fixture(scope="module")
 def private(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Private]:
-    directory, key = tmp_path_factory.mktemp("organiser"), OrganiserKey.generate()
-    key.save(directory / "organiser.key")
-    swarm = Private(directory, key, [])
+    swarm = Private.of(tmp_path_factory.mktemp("organiser"), peers=[])
     config = replace(CONFIG, cells=((0, 0), (0, 1)))
     with ExpertServer(config, membership=swarm.membership(Role.SERVER, "server")) as server:
         swarm.peers = server.initial_peers
@@ -133,8 +118,7 @@ def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:
     with private.client("fay") as client:
         holder, rows = holder_seen_by(client), torch.zeros(1, HIDDEN)
         network_loop.run(client.calls.forward(holder, "demo", (0, 0), rows))
-        key = str(private.directory / "organiser.key")
-        client_main(["keys", "revoke", "fay", "--key", key, "--swarm", "demo", "--initial-peers", *private.peers])
+        private.revoke("fay", "demo", private.peers)
 
         def is_refused() -> bool:
             try:

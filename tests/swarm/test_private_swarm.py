@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarm_cli.command_line import main
 from swarm_cli.demo.local_cluster import LocalServer
-from swarm_cli.keys.grants import GrantsFile
 from swarm_client import AccessDenied, ClientConfig, DistributedModel
 from swarm_client.core import background
 from swarm_protocol.access.access_control import AccessControl
@@ -29,6 +26,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.swarm.harness import InProcessServers
+from tests.swarm.organiser import Organiser
 from tests.swarm.pair import random_ids
 from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -40,27 +38,13 @@ SWARM = "members-only"
 
 
 @dataclass
-class Private:
+class Private(Organiser):
     """An organiser, and the process of a server that is a member and has all blocks."""
 
     model: Path
-    directory: Path
-    key: OrganiserKey
     server: LocalServer
     record: ServerRecord
     dht: Dht
-
-    def credentials(self, role: Role, lasts_s: float = 1e6, name: str = "ada") -> MemberCredentials:
-        """A new member, who is in the organiser's list."""
-        identity, now = Identity.generate(), time.time()
-        grant = Grant.new(self.key.public, role, name, identity.peer_id, now - 1e6, now + lasts_s)
-        GrantsFile(self.directory / "organiser.key").add(grant)
-        return MemberCredentials(grant, grant.signed(self.key), identity)
-
-    def membership(self, role: Role, name: str) -> Path:
-        path = self.directory / f"{name}.membership"
-        self.credentials(role, name=name).write(path)
-        return path
 
     def config(self, membership: Path | None = None, **options: object) -> ClientConfig:
         peers = (self.server.ready["peer"],)
@@ -71,24 +55,17 @@ class Private:
             return RawClient(self.record, ClientCredentials(Identity.generate(), token or b""))
         return RawClient(self.record, ClientCredentials(member.identity, member.token))
 
-    def revoke(self, name: str) -> None:
-        """As the organiser types it."""
-        key, peer = str(self.directory / "organiser.key"), self.server.ready["peer"]
-        main(["keys", "revoke", name, "--key", key, "--swarm", SWARM, "--initial-peers", peer])
-
 
 @pytest.fixture(scope="module")
 def private(cluster, tmp_path_factory) -> Iterator[Private]:
-    model, directory = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("organiser")
+    model = tmp_path_factory.mktemp("llama")
     save_checkpoint("llama", model)
-    key = OrganiserKey.generate()
-    key.save(directory / "organiser.key")
-    swarm = Private(model, directory, key, None, None, None)
+    swarm = Private.of(tmp_path_factory.mktemp("organiser"), model=model, server=None, record=None, dht=None)
     flags = ["--model", str(model), "--swarm", SWARM, "--quant", "none", "--throughput", "100", "--cache-tokens", "512"]
     membership = str(swarm.membership(Role.SERVER, "server"))
     swarm.server = server = cluster.start(*flags, "--blocks", f"0:{BLOCKS}", "--membership", membership)
     cluster.wait_ready([server])
-    joining = Dht.join(SWARM, [server.ready["peer"]], Identity.generate(), access=AccessControl(key.public))
+    joining = Dht.join(SWARM, [server.ready["peer"]], Identity.generate(), access=AccessControl(swarm.key.public))
     swarm.dht = background.run(joining)
     (swarm.record,) = background.run(swarm.dht.view(model.name, BLOCKS)).servers
     yield swarm
@@ -97,7 +74,7 @@ def private(cluster, tmp_path_factory) -> Iterator[Private]:
     assert server.wait_gone(DEADLINE_S)
     log = server.stderr.read_text()
     secret = Path(membership).read_text().splitlines()[1]
-    assert f"only members of swarm {key.public} are let in" in log
+    assert f"only members of swarm {swarm.key.public} are let in" in log
     assert secret[30:60] not in log and "Traceback" not in log
 
 
@@ -134,12 +111,6 @@ def test_a_member_generates_the_right_tokens(private):
     expected = whole.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     with load(private, membership=private.membership(Role.CLIENT, "ada")) as model:
         assert torch.equal(model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
-
-
-def status(private: Private, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """As the user types it."""
-    main(["status", "--swarm", SWARM, "--initial-peers", private.server.ready["peer"], *flags])
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("knows_key", [False, True])
@@ -191,7 +162,7 @@ def test_who_is_revoked_is_refused_while_the_swarm_runs(private, capsys):
         with torch.no_grad():
             model(ids, past_key_values=cache)
             other(ids, past_key_values=others_cache)
-        private.revoke("bob")
+        private.revoke("bob", SWARM, [private.server.ready["peer"]])
         assert capsys.readouterr().out.startswith("revoked bob (client, ")
         with torch.no_grad():
             with pytest.raises(AccessDenied, match="the membership of bob was revoked"):
