@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from swarm_server.node import hosting
 from swarm_server.node.addresses import free_port
 from swarm_server.placement import slow_follower
 from tests.swarm.harness import InProcessServers, Watcher
-from tests.swarm.processes import ServerProcess, is_alive
+from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import VOCAB, save_checkpoint
 
@@ -146,32 +145,6 @@ def test_a_group_over_tcp_whose_followers_are_killed_and_stopped_in_mid_generati
         assert group.terminate() == 0
         for process in (refused, group, stranger, follower):
             assert "Traceback" not in process.stderr
-
-
-@pytest.mark.slow
-def test_a_leader_serves_alone_while_a_follower_cannot_load(server_process, tmp_path: Path) -> None:
-    """The follower says why it fails, and another one on the same machine has to wait."""
-    model, copy, key = tmp_path / "model", tmp_path / "copy", tmp_path / "group.key"
-    save_checkpoint("llama", model, hidden_size=128, intermediate_size=320)
-    shutil.copytree(model, copy)
-    read_group_key(key, create=True)
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    following = ["--follow", address, "--group-key", str(key), "--model"]
-    broken = server_process(*following, str(copy), wait=False)
-    wait_for(lambda: f"no leader of a group answers at {address}" in broken.stderr, "the follower waits")
-    for weights in copy.glob("*.safetensors"):
-        weights.unlink()
-    leading = ["--model", str(model), "--blocks", "0:6", "--group-size", "2", "--group-always"]
-    leading += ["--throughput", "1000", "--swarm", tmp_path.name, "--group-listen", address, "--group-key", str(key)]
-    leader = server_process(*leading)
-    assert "group=" not in leader.ready
-    failure = "the member at 127.0.0.1 cannot load blocks 0:6: "
-    assert failure in leader.stderr and "followers on that machine may join again in 30 s" in leader.stderr
-    wait_for(lambda: not is_alive(broken.pid), "the follower ends")
-    assert broken.terminate() == 1 and "Traceback" not in broken.stderr
-    waiting = server_process(*following, str(model), wait=False)
-    wait_for(lambda: f"no place for this follower, which waits: {failure}" in waiting.stderr, "the follower knows why")
-    assert leader.terminate() == 0 and "Traceback" not in leader.stderr
 
 
 @pytest.mark.slow
