@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -386,3 +386,45 @@ def require_equal_steps(peers: list[SimulatedPeer], steps: int) -> None:
     for step in range(1, steps + 1):
         histories = [peer.history[step] for peer in peers if step in peer.history]
         assert histories and all(torch.equal(histories[0], other) for other in histories), f"step {step}"
+
+
+@dataclass
+class UnluckyPeer:
+    """One whose first averaging fails, and whose second is the mean of all peers, of which it is the only one."""
+
+    given: list[torch.Tensor] = field(default_factory=list)
+    reported: list[int] = field(default_factory=list)
+    may_meet: bool = True
+
+    async def measure(self, computed: int) -> None:
+        pass
+
+    async def report(self, samples: int, loss: float, loss_samples: int) -> None:
+        self.reported.append(samples)
+
+    async def is_due(self) -> bool:
+        return self.may_meet
+
+    async def is_lost(self) -> bool:
+        return False
+
+    async def average(self, gradient: torch.Tensor) -> None:
+        self.given.append(gradient)
+        self.may_meet = False
+
+    async def start_averaging(self, gradient: torch.Tensor) -> None:
+        await self.average(gradient)
+
+    async def averaged(self) -> None:
+        """There is no average."""
+
+    async def has_averaged(self) -> bool:
+        return False
+
+
+def drive(asking: Any) -> None:
+    """Give what ``asking`` waits for, until it has ended."""
+    answer = None
+    with suppress(StopIteration):
+        while True:
+            answer = asyncio.run(asking.send(answer))

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_training import TrainingConfig, TrainingRun
+from swarm_training import TrainingConfig
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.sums import ChunkClip, capped, clipped_mean
-from swarm_training.compression.power_sgd import PowerSGD
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
 
@@ -164,13 +163,3 @@ async def test_a_run_trains_among_3_of_10_that_send_reversed_gradients(aggregati
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="aggregation is 'median': expected one of mean, centered_clip"):
         TrainingConfig(aggregation="median")
-    parameter = torch.nn.Parameter(torch.zeros(8, 8))
-    with pytest.raises(ValueError, match="PowerSGD has a state: expected one without"):
-        TrainingRun(
-            "run",
-            [parameter],
-            torch.optim.SGD([parameter], lr=0.1),
-            target_batch_size=1,
-            config=TrainingConfig(aggregation="centered_clip"),
-            compressor=PowerSGD([(8, 8)], 2, "run"),
-        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,10 @@ from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import (
     CONFIG,
     SimulatedPeer,
+    UnluckyPeer,
     World,
     all_done,
+    drive,
     enter_all,
     gradient_at,
     require_equal_steps,
@@ -135,33 +136,14 @@ async def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail()
     require_equal_steps([*peers, joiner], STEPS)
 
 
-@dataclass
-class DecliningPeer:
+class DecliningPeer(UnluckyPeer):
     """Says that the batch is complete, and at the first averaging that it is not after all."""
-
-    reported: list[int] = field(default_factory=list)
-    given: list[torch.Tensor] = field(default_factory=list)
-
-    async def measure(self, computed: int) -> None:
-        pass
-
-    async def report(self, samples: int, loss: float, loss_samples: int) -> None:
-        self.reported.append(samples)
 
     async def is_due(self) -> bool:
         return self.reported[-1] in (5, 12)
 
-    async def is_lost(self) -> bool:
-        return False
-
     async def has_averaged(self) -> bool:
         return True
-
-    async def start_averaging(self, gradient: torch.Tensor) -> None:
-        self.given.append(gradient)
-
-    async def averaged(self) -> None:
-        return None
 
 
 def test_gradients_of_an_averaging_that_comes_to_nothing_are_kept() -> None:
@@ -169,12 +151,6 @@ def test_gradients_of_an_averaging_that_comes_to_nothing_are_kept() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     peer: Any = DecliningPeer()
     share = DelayedShare(peer, TrainedState([parameter], torch.optim.SGD([parameter], lr=LR)))
-
-    def drive(asking: Any) -> None:
-        answer = None
-        with suppress(StopIteration):
-            while True:
-                answer = asyncio.run(asking.send(answer))
 
     for gradient, samples in ((1.0, 5), (2.0, 4), (3.0, 3)):
         parameter.grad = torch.full((3,), gradient)
@@ -185,16 +161,15 @@ def test_gradients_of_an_averaging_that_comes_to_nothing_are_kept() -> None:
     torch.testing.assert_close(peer.given[1], torch.full((3,), (5.0 + 8.0 + 9.0) / 12))
 
 
-def test_a_compressor_with_state_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (TrainingConfig(delay=True), "delay is on, and PowerSGD has a state: expected a compressor without one"),
+        (TrainingConfig(aggregation="centered_clip"), "PowerSGD has a state: expected one without"),
+    ],
+)
+def test_a_compressor_with_state_is_refused(config: TrainingConfig, reason: str) -> None:
     layer = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    compressor = PowerSGD([(64, 64), (64,)], rank=2)
-    with pytest.raises(ValueError, match="delay is on, and PowerSGD has a state: expected a compressor without one"):
-        TrainingRun(
-            "toy",
-            layer.parameters(),
-            optimizer,
-            target_batch_size=1,
-            config=TrainingConfig(delay=True),
-            compressor=compressor,
-        )
+    optimizer, compressor = torch.optim.SGD(layer.parameters(), lr=0.1), PowerSGD([(64, 64), (64,)], rank=2)
+    with pytest.raises(ValueError, match=reason):
+        TrainingRun("toy", layer.parameters(), optimizer, target_batch_size=1, config=config, compressor=compressor)

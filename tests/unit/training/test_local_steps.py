@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import nan
 from typing import Any
@@ -25,7 +24,17 @@ from swarm_training.optim.local_steps import InnerSteps
 from swarm_training.run.share import DelayedLocalShare, LocalShare
 from swarm_training.run.state import TrainedState
 from tests.marks import IN_VIRTUAL_TIME
-from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, gradient_at, require_equal, simulate
+from tests.worlds.runs import (
+    CONFIG,
+    SimulatedPeer,
+    UnluckyPeer,
+    World,
+    all_done,
+    drive,
+    gradient_at,
+    require_equal,
+    simulate,
+)
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -227,40 +236,6 @@ def test_gradients_that_are_missing_are_zero() -> None:
     assert pair[0].grad is None
 
 
-@dataclass
-class UnluckyPeer:
-    """One whose first averaging fails, and whose second is the mean of all peers, of which it is the only one."""
-
-    given: list[Tensor] = field(default_factory=list)
-    reported: list[int] = field(default_factory=list)
-    may_meet: bool = True
-
-    async def measure(self, computed: int) -> None:
-        pass
-
-    async def report(self, samples: int, loss: float, loss_samples: int) -> None:
-        self.reported.append(samples)
-
-    async def is_due(self) -> bool:
-        return self.may_meet
-
-    async def is_lost(self) -> bool:
-        return False
-
-    async def average(self, gradient: Tensor) -> None:
-        self.given.append(gradient)
-        self.may_meet = False
-
-    async def start_averaging(self, gradient: Tensor) -> None:
-        await self.average(gradient)
-
-    async def averaged(self) -> None:
-        """There is no average."""
-
-    async def has_averaged(self) -> bool:
-        return False
-
-
 def unlucky_share(kind: type[LocalShare]) -> tuple[torch.nn.Parameter, UnluckyPeer, TrainedState, LocalShare]:
     parameter, peer = torch.nn.Parameter(torch.zeros(3)), UnluckyPeer()
     state = TrainedState([parameter], mean_outer([parameter], 1.0), drifts=True)
@@ -270,10 +245,7 @@ def unlucky_share(kind: type[LocalShare]) -> tuple[torch.nn.Parameter, UnluckyPe
 def step_alone(share: LocalShare, parameter: torch.nn.Parameter, gradient: float) -> None:
     parameter.grad = torch.full((3,), gradient)
     share.add(2)
-    asking, answer = share.report(), None
-    with suppress(StopIteration):
-        while True:
-            answer = asyncio.run(asking.send(answer))
+    drive(share.report())
 
 
 @pytest.mark.parametrize("kind", [LocalShare, DelayedLocalShare])

@@ -164,13 +164,6 @@ async def test_a_process_that_has_ended_is_told_from_one_that_is_silent() -> Non
         assert not await network.is_gone(replace(peer, address="nonsense"))
 
 
-async def test_strangers_are_not_let_into_a_private_run() -> None:
-    async with network_of(AccessControl(OrganiserKey.generate().public)) as (network, peer, echo):
-        with pytest.raises(AccessDenied, match="takes only members"):
-            await network.exchange(peer, pb.ExchangeRequest())
-        assert echo.callers == []
-
-
 class _Silent:
     """A stream of one who sends these messages; ``receive`` raises those that are errors."""
 

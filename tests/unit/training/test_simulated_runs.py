@@ -20,7 +20,7 @@ from swarm_training.core.record import PRESENT
 from swarm_training.core.signing import read_signed
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
-from tests.marks import IN_VIRTUAL_TIME, SLOW, in_tiers
+from tests.marks import IN_VIRTUAL_TIME, in_tiers
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, require_equal_steps, simulate
 
@@ -414,15 +414,6 @@ async def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None
     await all_done(start(peers, 4))
     require_equal_steps([peers[0], peers[2]], 4)
     assert torch.equal(odd.history[4], peers[0].history[4])
-
-
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=SLOW), pytest.param(64, marks=pytest.mark.long)])
-async def test_many_peers(count: int) -> None:
-    world = World()
-    peers = await enter_all(world, count, target=5 * count, size=2 * count)
-    await all_done(start(peers, 3))
-    require_equal_steps(peers, 3)
-    assert {size for peer in peers for size in peer.groups.values()} == {count}
 
 
 async def test_who_has_joined_is_seen_on_the_board_as_present_at_once() -> None:
