@@ -5,6 +5,10 @@ from __future__ import annotations
 from tests.marks import always
 from tests.zoo import ALIKE, SUPPORTED
 
+UNLIKE = tuple(name for name in SUPPORTED if name not in ALIKE)
+# They differ most: in what sessions keep, in experts, and in fused, transposed and biased matrices.
+FEW = ("llama", "llama4_text", "mixtral", "gpt2", "gpt_oss", "bloom", "deepseek_v32", "lfm2", "qwen3_next", "mamba2")
+
 
 def families(*but: str) -> list:
     """All but those named."""
@@ -13,3 +17,4 @@ def families(*but: str) -> list:
 
 
 FAMILIES = families()
+OFTEN_FEW = always(*FEW, among=SUPPORTED)

@@ -17,7 +17,7 @@ from swarm_client import RequestRejected
 from swarm_client.adapters.trained import add_trained
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from tests.families import FAMILIES
+from tests.families import OFTEN_FEW
 from tests.zoo import WITH_STATES, save_checkpoint
 
 WEIGHTS = r"is on servers, only its shape.*neither have use_dora=True nor an init_lora_weights other than True"
@@ -47,7 +47,7 @@ def client(directory) -> PreTrainedModel:
     return client_of(directory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", OFTEN_FEW)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_peft_puts_the_same_layers_there(family, tmp_path):
     save_checkpoint(family, tmp_path)

@@ -16,7 +16,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.family import Family, slice_config
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import BlockStack, load_blocks
-from tests.families import FAMILIES
+from tests.families import OFTEN_FEW
 from tests.zoo import BLOCKS, VOCAB, save_checkpoint
 
 SAMPLES = ((5, 12, 3), (9, 11))  # of each row; some are longer than a sliding window or chunk
@@ -70,7 +70,7 @@ def loss_and_gradient(model: PreTrainedModel, mask: torch.Tensor | None) -> tupl
     return loss.detach(), torch.autograd.grad(loss, embeddings)[0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", OFTEN_FEW)
 def test_every_family_keeps_apart_what_the_whole_model_does(name, tmp_path):
     model, stacks = load(name, tmp_path)
     whole = {

@@ -30,14 +30,14 @@ from swarm_server.engine.session_state import (
 )
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
+from tests.families import UNLIKE
 from tests.marks import SLOW, always
-from tests.zoo import ALIKE, BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
+from tests.zoo import BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
 OF_STATES = 2e-4  # families compute several tokens of a recurrence in another way than one, also on one machine
 HOSTED = Span(0, BLOCKS)
 PLENTY = 1 << 30
-UNLIKE = tuple(name for name in SUPPORTED if name not in ALIKE)
 # All positions, windows, chunks, an index, two states
 KINDS = ("llama", "mistral-sliding", "llama4_text", "deepseek_v32", "lfm2", "qwen3_next")
 OF_KINDS = pytest.mark.parametrize("engine", always(*KINDS, among=UNLIKE), indirect=True)

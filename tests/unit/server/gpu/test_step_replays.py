@@ -17,10 +17,12 @@ from swarm_server.gpu.row_tables import LENGTH
 from swarm_server.gpu.step_replays import StepReplays
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
+from tests.families import FEW, UNLIKE
+from tests.marks import always
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, advance, run
 from tests.unit.server.gpu.stand_ins import RawAttention, TapeRecorder
 from tests.unit.server.graph.test_step_graph import CHECKED, WITH, Counted, talk
-from tests.zoo import ALIKE, BLOCKS, SLIDING, SUPPORTED, save_checkpoint
+from tests.zoo import BLOCKS, SLIDING, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
 
@@ -33,7 +35,7 @@ def open_engine(stack: BlockStack | SplitStack, prefix_cache: PrefixCache | None
 
 
 # Those whose blocks are made like another's are tried with programs of the CPU, in tests/unit/server/graph.
-@pytest.fixture(scope="module", params=[name for name in SUPPORTED if name not in ALIKE])
+@pytest.fixture(scope="module", params=always(*FEW, among=UNLIKE))
 def name(request) -> str:
     return request.param
 

@@ -14,14 +14,13 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.export import export, export_adapter
 from swarm_training.stages.engine.settings import LoraSettings, Scratch
 from tests import zoo
+from tests.marks import always
 from tests.unit.training.stages.engine import passes
 
 FAST = ("llama", "gpt2", "mixtral", "gpt_neo")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in zoo.SUPPORTED]
-)
+@pytest.mark.parametrize("name", always(*FAST, among=zoo.SUPPORTED))
 def test_a_checkpoint_is_the_model_that_was_trained(name: str, tmp_path: Path) -> None:
     config = zoo.make_config(name)
     stages = passes.stages_of(Scratch(config, seed=2), 3)

@@ -10,15 +10,15 @@ import torch
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.settings import Scratch
 from tests import zoo
+from tests.families import UNLIKE
+from tests.marks import always
 from tests.unit.training.stages.engine import passes
 
 TIED = ("gpt2", "gemma2", "bloom", "gpt_neo", "opt-projected")
 FAST = ("llama", "mixtral", "nanochat", "granite", *TIED)  # the rest takes minutes
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in zoo.SUPPORTED]
-)
+@pytest.mark.parametrize("name", always(*FAST, among=zoo.SUPPORTED))
 def test_gradients_are_those_of_the_stock_model(name: str, tmp_path: Path) -> None:
     checkpoint = passes.open_zoo(name, tmp_path)
     stages = passes.stages_of(checkpoint, 3)
@@ -34,26 +34,16 @@ def test_gradients_are_those_of_the_stock_model(name: str, tmp_path: Path) -> No
     assert name not in TIED or stages[0].shared == stages[2].shared != stages[1].shared == ()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in zoo.SUPPORTED if name not in zoo.ALIKE])
+@pytest.mark.parametrize("name", always("llama", "gpt2", "opt-projected", among=UNLIKE))
 def test_random_weights_do_not_depend_on_the_split(name: str) -> None:
     source = Scratch(zoo.make_config(name), seed=3)
-    require_same_weights(source, 3)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected"])
-def test_random_weights_do_not_depend_on_the_split_of_some(name: str) -> None:
-    require_same_weights(Scratch(zoo.make_config(name), seed=3), 2)
-
-
-def require_same_weights(source: Scratch, number: int) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     (alone,) = passes.stages_of(source, 1)
     torch.rand(7)
     state = alone.state()
     seen = set()
-    for stage in passes.stages_of(source, number):
+    for stage in passes.stages_of(source, 3):
         for name, tensor in stage.state().items():
             assert torch.equal(tensor, state[name]), name
             seen.add(name)
