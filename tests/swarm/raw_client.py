@@ -36,7 +36,7 @@ class RawClient(Closing):
         self.record = record
         address, fingerprint = record.addresses[0], record.tls_fingerprint
         options = [*{**dict(CLIENT_OPTIONS), "grpc.max_send_message_length": -1}.items()]
-        connecting = pinned_channel(credentials or own_credentials(), address, fingerprint, options)
+        connecting = pinned_channel(credentials or own_credentials(), address, fingerprint, options, DEADLINE_S)
         self._channel = background.run(connecting)
         self._stub = ServiceStub(BLOCKS, self._channel)
 
