@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,6 @@ PLACEMENTS = {"cpu": (CPU, CPU, CPU), "accelerators": (FIRST, SECOND, FIRST)}
 EVERYWHERE = (*PLACEMENTS, "cuda")
 OFTEN = ("mistral-sliding", "lfm2")
 KINDS = (*OFTEN, "deepseek_v3", "qwen3_next", "falcon_h1")  # no two keep the same
-Make = Callable[..., Engine]
 
 
 def combined(names: Iterable[str], placements: Iterable[str] = EVERYWHERE) -> list[Any]:
