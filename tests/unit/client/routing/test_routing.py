@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -118,50 +117,10 @@ def spans(chain: Route) -> list[tuple[str, str]]:
     return [(hop.server.peer_id, str(hop.span)) for hop in chain]
 
 
-def test_stays_with_one_server_rather_than_hop() -> None:
-    view = SwarmView((server_record("all", "0:8"), server_record("half", "0:4", tokens_per_s=20.0)))
-    assert spans(fastest_chain(view, Span(0, 8), Costs({}, 0.01))) == [("all", "0:8")]
-
-
-def test_leaves_a_slow_server_as_soon_as_it_can() -> None:
-    slow = server_record("slow", "0:8", tokens_per_s=0.1)
-    fast = server_record("fast", "3:8", tokens_per_s=100.0)
-    assert spans(fastest_chain(SwarmView((slow, fast)), Span(0, 8), Costs({}))) == [("slow", "0:3"), ("fast", "3:8")]
-
-
-def test_the_nearer_of_equals_is_taken() -> None:
-    view = SwarmView((server_record("a", "0:8"), server_record("b", "0:8")))
-    assert spans(fastest_chain(view, Span(0, 8), Costs({"a": 0.2, "b": 0.1}))) == [("b", "0:8")]
-    assert spans(fastest_chain(view, Span(0, 8), Costs({"a": 0.1, "b": 0.2}))) == [("a", "0:8")]
-
-
-def test_servers_that_are_near_each_other_are_taken_together() -> None:
-    """All are equally far from the client, two of them side by side."""
-    first, near = server_record("first", "0:4", next_hop_rtts_s={"near": 0.001}), server_record("near", "4:8")
-    view = SwarmView((server_record("a", "4:8"), first, near))
-    rtts_s = dict.fromkeys(["a", "first", "near"], 0.1)
-    assert spans(fastest_chain(view, Span(0, 8), Costs(rtts_s))) == [("first", "0:4"), ("near", "4:8")]
-    assert spans(fastest_chain(view, Span(0, 8), Costs(rtts_s, pushes=False))) == [("first", "0:4"), ("a", "4:8")]
-
-
 def test_the_answer_does_not_depend_on_the_order_of_servers() -> None:
     servers = [server_record(peer, "0:8") for peer in "cab"]
     chains = [fastest_chain(SwarmView(tuple(servers[i:] + servers[:i])), Span(0, 8), NEAR) for i in range(3)]
     assert chains[0] == chains[1] == chains[2]
-
-
-def test_a_full_server_is_taken_only_if_there_is_no_other() -> None:
-    full = server_record("full", "0:8", tokens_per_s=1000.0, cache_tokens_left=NEED - 1)
-    roomy = server_record("roomy", "0:8", tokens_per_s=1.0, cache_tokens_left=NEED)
-    view = SwarmView((full, roomy))
-    assert spans(fastest_chain(view, Span(0, 8), NEAR)) == [("roomy", "0:8")]
-    assert spans(fastest_chain(view, Span(0, 8), replace(NEAR, need_tokens=NEED - 1))) == [("full", "0:8")]
-    assert spans(fastest_chain(SwarmView((full,)), Span(0, 8), NEAR)) == [("full", "0:8")]
-
-
-def test_a_queue_is_avoided() -> None:
-    view = SwarmView((server_record("busy", "0:8", queue_delay_s=1.0), server_record("idle", "0:8", tokens_per_s=5.0)))
-    assert spans(fastest_chain(view, Span(0, 8), Costs({}))) == [("idle", "0:8")]
 
 
 def test_a_prompt_counts_by_another_speed_than_a_token() -> None:

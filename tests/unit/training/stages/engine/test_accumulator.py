@@ -128,14 +128,6 @@ def test_the_last_gradients_of_a_trainer_replace_those_before() -> None:
     assert torch.equal(peer.sums, other.sums)
 
 
-def test_what_is_committed_is_in_the_sums() -> None:
-    peer = accumulator()
-    for m in (0, 3, 9):
-        peer.add(3, m, "trainer", gradients(m))
-        peer.commit(3, m, "trainer")
-    assert peer._done == {0, 3, 9}
-
-
 def test_pending_gradients_are_limited() -> None:
     peer = accumulator(max_pending_bytes=2 * SIZE)
     for m in (0, 1):
