@@ -195,11 +195,6 @@ def test_missing_spans_are_the_maximal_gaps(replicas: list[int]) -> None:
     assert all(left.end < right.start for left, right in itertools.pairwise(spans))
 
 
-def test_missing_spans_by_example() -> None:
-    assert missing_spans([0, 0, 1, 0, 2, 0]) == (Span(0, 2), Span(3, 4), Span(5, 6))
-    assert missing_spans([1, 1]) == missing_spans([]) == ()
-
-
 def test_swarms_and_models_have_keys_of_their_own() -> None:
     keys = [servers_key(swarm, model) for swarm in ("a", "b") for model in ("m", "n")]
     assert len({*keys, models_key("a", 0), models_key("a", 1), models_key("b", 0)}) == 7
