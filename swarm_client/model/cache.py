@@ -104,6 +104,10 @@ class RemoteCache(Cache):
     def session(self) -> RemoteSession:
         return self.layer.session
 
+    def end_with_call(self) -> None:
+        """Note that this call of ``generate`` has made the cache, which nobody uses afterwards."""
+        self._is_user_defined = False
+
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
     """Return the session of ``cache``, or its stand-in.

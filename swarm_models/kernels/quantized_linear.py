@@ -84,6 +84,11 @@ class QuantizedLinear(torch.nn.Module):
         """Return the dequantised weight, [out, in] fp32, newly made at each access: for model code that reads it."""
         return self.quantized.dequantize()
 
+    def swap_weight(self, quantized: QuantizedWeight) -> QuantizedWeight:
+        """Multiply by this weight from now on, and return the weight before."""
+        before, self.quantized = self.quantized, quantized
+        return before
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         rows = rows.float() if self.quantized.in_float32 else rows

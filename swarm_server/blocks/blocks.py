@@ -207,17 +207,16 @@ def _rebase(module: nn.Module, first: int) -> nn.Module:
     indices = {name: getattr(module, name) for name in INDEX_ATTRIBUTES if isinstance(getattr(module, name, None), int)}
     if not indices and all(children[name] is child for name, child in module.named_children()):
         return module
-    copied = _shallow_copy(module)
+    copied = _shallow_copy(module, **{name: index - first for name, index in indices.items()})
     copied._modules.update(children)
-    for name, index in indices.items():
-        setattr(copied, name, index - first)
     return copied
 
 
-def _shallow_copy(module: M) -> M:
-    """Return a new module object with the same parameters, buffers and children; hooks on one are hooks on both."""
+def _shallow_copy(module: M, **attributes: Any) -> M:
+    """Return a new module object with the same parameters, buffers and children, and with these attributes in place of
+    the module's own; hooks on one are hooks on both."""
     copied = copy.copy(module)
-    copied._modules = dict(module._modules)
+    vars(copied).update(attributes, _modules=dict(module._modules))
     return copied
 
 
@@ -225,14 +224,12 @@ def _assemble(
     hollow: PreTrainedModel, family: Family, config: PreTrainedConfig, blocks: nn.ModuleList
 ) -> PreTrainedModel:
     """Return the hollow model with these blocks in it. The given hollow model is unchanged."""
-    base = _shallow_copy(hollow)
-    base.config = config
+    base = _shallow_copy(hollow, config=config)
     owner: Any = base
     for name in filter(None, family.owner.split(".")):
-        copied = _shallow_copy(getattr(owner, name))
+        copied = _shallow_copy(getattr(owner, name), config=config)
         setattr(owner, name, copied)
         owner = copied
-        owner.config = config
     setattr(owner, family.blocks, blocks)
     return base
 

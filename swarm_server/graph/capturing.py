@@ -75,14 +75,12 @@ class _RecordingCache(StandInCache):
 def _recorded_products(stack: BlockStack, recorder: OperationRecorder) -> Iterator[None]:
     """Make quantised layers report their products to the recorder, and not compute, while the context is active."""
     layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
-    weights = [layer.quantized for layer in layers]
+    weights = [layer.swap_weight(_RecordedWeight(layer.quantized, recorder)) for layer in layers]
     try:
-        for layer in layers:
-            layer.quantized = _RecordedWeight(layer.quantized, recorder)
         yield
     finally:
         for layer, weight in zip(layers, weights, strict=True):
-            layer.quantized = weight
+            layer.swap_weight(weight)
 
 
 class _RecordedWeight(QuantizedWeight):

@@ -85,8 +85,10 @@ class Deadline(threading.Timer):
         self.cancel()
 
 
-def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool) -> MemberLink:
-    """Return the encrypted link through a new connection; it has the other member's name.
+def shake_hands(
+    connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool, host: str = ""
+) -> MemberLink:
+    """Return the encrypted link through a new connection; it has the other member's name, and its machine ``host``.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
     Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
@@ -108,7 +110,7 @@ def shake_hands(connection: socket.socket, group_key: bytes, hello: Hello, *, le
             raise HandshakeFailed("the other end has another group key") from None
     answer = Hello.from_tensor(theirs)
     hello.check(answer)
-    link.accept(answer.name)
+    link.accept(answer.name, host)
     return link
 
 

@@ -201,10 +201,14 @@ class MemberLink:
         assert len(sending_key) == len(receiving_key) == KEY_BYTES
         _require(self._library.swarm_seal_link(self.handle, sending_key, receiving_key))
 
-    def accept(self, name: str) -> None:
-        """Take the other end for the member of this name, which may take the usual time from now on."""
-        self.name = name
+    def accept(self, name: str, host: str) -> None:
+        """Take the other end for the member of this name and machine, which may take the usual time from now on."""
+        self.name, self.host = name, host
         self.limit(LIMIT_S)
+
+    def loaded(self) -> None:
+        """Record that the other member has loaded its rows of a span."""
+        self.has_loaded = True
 
     @contextmanager
     def blamed(self, work: str) -> Iterator[None]:

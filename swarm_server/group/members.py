@@ -204,7 +204,7 @@ def _check_digest(received: Future[bytes], expected: bytes, link: MemberLink, sp
         if received.result() != expected:
             dismiss(link, Dismissal.END, "this member has loaded other weights than the leader")
             raise GroupEnded("it has loaded other weights than the leader")
-    link.has_loaded = True
+    link.loaded()
 
 
 def _received_digest(link: MemberLink, clock: Callable[[], float] = time.monotonic) -> bytes:

@@ -157,7 +157,7 @@ class Lobby:
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         try:
-            link = shake_hands(connection, self._group_key, self._hello, leads=True)
+            link = shake_hands(connection, self._group_key, self._hello, leads=True, host=host)
         except (HandshakeFailed, GroupEnded, OSError, ValueError) as error:
             connection.close()
             if self._is_open:  # else the lobby has ended the greeting
@@ -165,7 +165,6 @@ class Lobby:
             return
         finally:
             self._end_greeting(connection)
-        link.host = host
         with self._lock:
             if self._is_open:
                 self._links.append(link)

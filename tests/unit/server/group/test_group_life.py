@@ -126,7 +126,7 @@ def test_followers_without_a_place_are_told_why(caplog: pytest.LogCaptureFixture
 class WaitingLink:
     """Stands for the link to a follower that waits in the lobby."""
 
-    failure, has_loaded, blamed = "", False, MemberLink.blamed
+    failure, has_loaded, blamed, loaded = "", False, MemberLink.blamed, MemberLink.loaded
 
     def __init__(self, name: str, host: str = "") -> None:
         self.name, self.host = name, host
@@ -173,7 +173,7 @@ def test_a_machine_whose_followers_fail_waits_longer_each_time_until_one_has_loa
             if fails:
                 with link.blamed("load blocks 0:6"):
                     raise GroupEnded("out of memory")
-            link.has_loaded = True
+            link.loaded()
         rates = (1e9,) * (len(links_) + 1)
         return Payoff(1e9, (1e-6,) * len(links_), (1e-6,) * len(links_), rates, rates)
 
@@ -362,10 +362,10 @@ def test_a_follower_tries_again_if_a_connection_breaks_at_once(monkeypatch: pyte
     """Some systems report a reset connection when its options are set."""
     failures, shake_hands = iter([OSError("Invalid argument")]), remote.shake_hands
 
-    def shake(*arguments: object, leads: bool) -> MemberLink:
+    def shake(*arguments: object, leads: bool, **options: object) -> MemberLink:
         if not leads and (failure := next(failures, None)):
             raise failure
-        return shake_hands(*arguments, leads=leads)
+        return shake_hands(*arguments, leads=leads, **options)
 
     monkeypatch.setattr(remote, "_RETRY_S", 0.0)
     monkeypatch.setattr(remote, "shake_hands", shake)
