@@ -360,16 +360,16 @@ class GenerationLoop(Closing):
             for row, inputs in steps:
                 if row not in self._rows:  # cancelled meanwhile
                     continue
-                row.begin_step(asyncio.create_task(self._step(row, inputs), context=row.context))
+                stepping = asyncio.create_task(_step(row, inputs), context=row.context)
+                stepping.add_done_callback(partial(self._ended_step, row))
+                row.begin_step(stepping)
 
-    async def _step(self, row: BatchRow, inputs: BlockInput) -> None:
-        try:
-            hidden: torch.Tensor | BaseException = await row.session.step_on_loop(inputs, row.num_wanted)
-            row.report_servers()
-        except asyncio.CancelledError:  # by ``_stop``, when nobody waits; or the connection closed
-            hidden = PeerUnavailable("the connection to a server was closed")
-        except Exception as error:  # a SwarmError, or a bug that is logged; the listener must get it
-            hidden = error
+    def _ended_step(self, row: BatchRow, step: asyncio.Task[torch.Tensor]) -> None:
+        """Pass the step's outputs on to the loop, or its error, which the listener must get even if it is a bug."""
+        if step.cancelled():  # by ``_stop``, when nobody waits; or the connection closed
+            hidden: torch.Tensor | BaseException = PeerUnavailable("the connection to a server was closed")
+        else:
+            hidden = step.exception() or step.result()
         self._inbox.put(_Stepped(row, hidden))
 
 
@@ -384,6 +384,13 @@ def _is_heard(call: Callable[[], None]) -> bool:
 def _num_hops(rows: Iterable[BatchRow]) -> int:
     """Return the number of hops of the longest chain."""
     return max((len(row.session.hops) for row in rows), default=0)
+
+
+async def _step(row: BatchRow, inputs: BlockInput) -> torch.Tensor:
+    """Return the outputs of the row's next step, [1, wanted, hidden_size]."""
+    hidden = await row.session.step_on_loop(inputs, row.num_wanted)
+    row.report_servers()
+    return hidden
 
 
 async def _stop(row: BatchRow) -> None:

@@ -64,7 +64,7 @@ class BatchRow:
         self.num_new = 0
         self.last = choice.token_ids[-1]
         self.is_own = request is not None
-        self.stepping: asyncio.Task[None] | None = None
+        self.stepping: asyncio.Task[torch.Tensor] | None = None
         self.group: frozenset[BatchRow] = frozenset()
         self.stopped = threading.Event()
         self.context = contextvars.copy_context()
@@ -146,7 +146,7 @@ class BatchRow:
         """Note the rows whose steps are sent together with this row's step."""
         self.group = group
 
-    def begin_step(self, stepping: asyncio.Task[None]) -> None:
+    def begin_step(self, stepping: asyncio.Task[torch.Tensor]) -> None:
         """Note the step that servers compute from now on."""
         self.stepping, self.first = stepping, None
 

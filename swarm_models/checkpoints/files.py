@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of whichever library it uses
     EntryNotFoundError,
     GatedRepoError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -245,7 +246,7 @@ class HubModel:
         """Return the hub's description of the repository; None if the hub cannot be reached, or has no such model."""
         try:
             return HfApi(token=token).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
-        except Exception:  # huggingface_hub raises the errors of whichever HTTP library it uses
+        except (HTTPError, OSError, ValueError, LookupError, TypeError):  # all but the first two: an odd reply
             return None
 
     def _cached_files(self) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HTTPError
 
 from swarm_models.checkpoints import files
 from swarm_models.checkpoints.files import FileMissing, HubModel, LocalFiles, choose_gguf, locate
@@ -95,3 +96,13 @@ def test_what_the_local_cache_says_is_not_asked_again(tmp_path: Path, monkeypatc
         model.path("vocab.txt")
     assert asked == ["config.json"]  # which is in the cache for this commit, so that the hub is not asked
     assert model.local("merges.txt") is None and asked[1:] == ["merges.txt"]  # of which nothing is known
+
+
+@pytest.mark.parametrize("error", [HTTPError("reset"), OSError("offline"), ValueError("no JSON"), KeyError("id")])
+def test_a_hub_that_does_not_say_what_it_has_has_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def model_info(*_arguments: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(files.HfApi, "model_info", model_info)
+    model = HubModel("someone/tiny", None, None)
+    assert model._listed_files() == [] and not model.is_public

@@ -65,7 +65,7 @@ def test_closing_ends_the_thread_with_a_full_buffer_and_one_that_waits(taken: in
         loader.next_batch()
     loader.close()
     loader.close()
-    assert not loader._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
     with pytest.raises(ValueError, match="the loader is closed"):
         loader.next_batch()
 
