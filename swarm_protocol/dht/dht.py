@@ -21,7 +21,6 @@ from swarm_protocol.dht.notices.group_candidates import CandidateRegistry
 from swarm_protocol.dht.notices.revocations import Revocations
 from swarm_protocol.dht.records import (
     LIFETIME_S,
-    MAX_LIFETIME_S,
     ROOT_SHARD,
     ServerRecord,
     ServerState,
@@ -30,6 +29,7 @@ from swarm_protocol.dht.records import (
     servers_key,
     short_id,
 )
+from swarm_protocol.dht.shards import USUAL_LIMITS, DhtLimits
 from swarm_protocol.dht.stored_records import Expirations, limit_records, owner_of, read_items, subkey_of
 from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, DHTNode, P2PDaemonError, PeerID, get_dht_time
 from swarm_protocol.net.identity import Identity
@@ -58,12 +58,10 @@ class Dht:
         swarm: str,
         identity: Identity,
         listening: Listening,
-        capacity: int = shards.CAPACITY,
-        climb_every: int = shards.CLIMB_EVERY,
-        max_lifetime_s: float = MAX_LIFETIME_S,
         access: AccessControl | None = None,
+        limits: DhtLimits = USUAL_LIMITS,
     ) -> None:
-        limit_records(node, access, capacity, max_lifetime_s)
+        limit_records(node, access, limits)
         self._node = node
         self._swarm = swarm
         self._identity = identity
@@ -71,8 +69,7 @@ class Dht:
         self._peers: list[str] = []  # addresses of some recently connected peers
         self._restarting = asyncio.Lock()
         self._subkey = subkey_of(identity)
-        self._capacity = capacity
-        self._climb_every = climb_every
+        self._limits = limits
         self._access = access
         self.num_strangers = 0
         self._expirations = Expirations()
@@ -88,22 +85,17 @@ class Dht:
         identity: Identity,
         listening: Listening | None = None,
         *,
-        capacity: int = shards.CAPACITY,
-        climb_every: int = shards.CLIMB_EVERY,
-        max_lifetime_s: float = MAX_LIFETIME_S,
-        are_alive: Callable[[], bool] = lambda: False,
         access: AccessControl | None = None,
+        limits: DhtLimits = USUAL_LIMITS,
+        are_alive: Callable[[], bool] = lambda: False,
         is_reachable: Callable[[P2P], Awaitable[bool]] | None = None,
     ) -> Dht:
         """Join through ``initial_peers``, or start a new DHT if there are none.
 
         A node that listens stores records for other nodes; without ``listening``, it only queries. A node with an
-        ``announce_host`` needs a port. ``capacity`` is the number of servers that fit under one key; it must be the
-        same for all nodes of the DHT. Every ``climb_every`` publications, a server looks for room nearer to the root.
-        Records that expire later than in ``max_lifetime_s`` are neither stored nor read. Silent initial peers are
-        retried for ``JOIN_TIMEOUT_S`` while ``are_alive`` returns true or libp2p is connected to one. ``access`` is
-        given for a private swarm: only its members' records are stored and read. A node that listens but is not
-        ``is_reachable`` stores nothing for other nodes either.
+        ``announce_host`` needs a port. Silent initial peers are retried for ``JOIN_TIMEOUT_S`` while ``are_alive``
+        returns true or libp2p is connected to one. ``access`` is given for a private swarm: only its members' records
+        are stored and read. A node that listens but is not ``is_reachable`` stores nothing for other nodes either.
 
         Raises:
             NoSwarm: no initial peer answered; within 4 s if no peer listens. JoinRefused: a peer answered but refused.
@@ -125,7 +117,7 @@ class Dht:
             on_wait=say_that_it_waits,
             is_reachable=is_reachable,
         )
-        return cls(node, swarm, identity, listening, capacity, climb_every, max_lifetime_s, access)
+        return cls(node, swarm, identity, listening, access, limits)
 
     @property
     def peer_id(self) -> str:
@@ -247,7 +239,7 @@ class Dht:
                 storing = self._overwrite(place, list(place.standing), record)
             else:
                 storing = self._settle(place, record, withdrawn)
-            looks = place.publications % (self._climb_every * (_RARELY if place.depth else 1)) == 0
+            looks = place.publications % (self._limits.climb_every * (_RARELY if place.depth else 1)) == 0
             stored, _ = await asyncio.gather(storing, self._list(place, record, looks))
         return stored
 
@@ -297,14 +289,14 @@ class Dht:
     async def _settle(self, place: _Place, record: ServerRecord, withdrawn: ServerRecord) -> bool:
         """Store the record in the first shard of its path with room, and ``withdrawn`` where it had other blocks."""
         path = shards.path(record.peer_id, record.span, record.num_blocks)
-        for depth in place.start_publication(path, self._climb_every):
+        for depth in place.start_publication(path, self._limits.climb_every):
             stored = await self._store(place, path[depth], record)
             if stored:
                 break
             if depth >= place.depth:  # a shard not known to be full: a record below it would be invisible to readers
                 items = await self._read(record.model, path[depth])
                 stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
-                if stored or not shards.is_split(len(items), self._capacity):
+                if stored or not shards.is_split(len(items), self._limits.capacity):
                     break
         place.settle(depth, get_dht_time())
         left = [shard for shard, old in place.standing.items() if old.span != record.span]
@@ -340,7 +332,7 @@ class Dht:
             for record in self._members(_valid(items))
             if (record.model, record.num_blocks) == (model, num_blocks)
         ]
-        return records, shards.is_split(len(items), self._capacity)
+        return records, shards.is_split(len(items), self._limits.capacity)
 
     def _members(self, records: list[ServerRecord]) -> list[ServerRecord]:
         """Return the records of members; all records, if the swarm is not known to be private."""

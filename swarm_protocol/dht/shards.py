@@ -12,9 +12,10 @@ shard less than half full.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 
-from swarm_protocol.dht.records import LIFETIME_S, ROOT_SHARD
+from swarm_protocol.dht.records import LIFETIME_S, MAX_LIFETIME_S, ROOT_SHARD
 from swarm_protocol.span import Span
 
 CAPACITY = 256  # records of 1.5 KB, at worst three times as many: far below hivemind's limit of 4 MiB
@@ -24,6 +25,24 @@ _LASTING_S = LIFETIME_S * 2 / 3  # a record with more time left was renewed at o
 _MIN_GROUP_BLOCKS = 8
 _MAX_GROUPS = 8
 _MAX_BITS = 12
+
+
+@dataclass(frozen=True)
+class DhtLimits:
+    """The limits of a DHT, which are the same for all of its nodes.
+
+    Attributes:
+        capacity: the number of servers that fit under one key.
+        climb_every: the number of publications after which a server looks for room nearer to the root.
+        max_lifetime_s: records that expire later than in this many seconds are neither stored nor read.
+    """
+
+    capacity: int = CAPACITY
+    climb_every: int = CLIMB_EVERY
+    max_lifetime_s: float = MAX_LIFETIME_S
+
+
+USUAL_LIMITS = DhtLimits()
 
 
 def path(peer_id: str, span: Span, num_blocks: int) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.dht import shards
 from swarm_protocol.dht.records import MAX_LIFETIME_S
+from swarm_protocol.dht.shards import USUAL_LIMITS, DhtLimits
 from swarm_protocol.net.hivemind_parts import (
     DHTLocalStorage,
     DHTNode,
@@ -163,20 +164,15 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
         return True
 
 
-def limit_records(
-    node: DHTNode,
-    access: AccessControl | None = None,
-    capacity: int = shards.CAPACITY,
-    max_lifetime_s: float = MAX_LIFETIME_S,
-) -> None:
+def limit_records(node: DHTNode, access: AccessControl | None = None, limits: DhtLimits = USUAL_LIMITS) -> None:
     """Limit the records that a node stores and reads; with ``access``, to those of a private swarm's members.
 
     The node's storage stays, because it may hold records received while joining.
     """
     storage = node.protocol.storage
     storage.__class__ = BoundedStorage
-    storage.limit(capacity, access)
-    node.protocol.record_validator.limit(max_lifetime_s, access)
+    storage.limit(limits.capacity, access)
+    node.protocol.record_validator.limit(limits.max_lifetime_s, access)
 
 
 class Expirations:

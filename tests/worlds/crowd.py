@@ -8,12 +8,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from swarm_protocol.dht.dht import Dht, _Place
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.dht.shards import path
+from swarm_protocol.dht.shards import DhtLimits, path
 from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.net.hivemind_parts import DHTRecord
 from swarm_protocol.net.identity import Identity
@@ -21,7 +20,7 @@ from swarm_protocol.span import Span
 from tests.quick_keys import pairs_of_primes
 from tests.worlds.identities import identity_of
 
-MAX_LIFETIME_S = 2 * 3600.0  # of records, for all nodes of a DHT with a crowd
+LIMITS = DhtLimits(max_lifetime_s=2 * 3600.0)  # for all nodes of a DHT with a crowd
 _LIFETIME_S = 3600.0
 
 
@@ -31,14 +30,14 @@ class Crowd:
     Any two of a few primes make a key: real ones would take a tenth of a second each.
     """
 
-    def __init__(self, host: Dht, count: int, **options: Any) -> None:
+    def __init__(self, host: Dht, count: int, limits: DhtLimits = LIMITS) -> None:
         self.identities = list(itertools.islice(identities(count), count))
-        self._host, self._options = host, {"max_lifetime_s": MAX_LIFETIME_S, **options}
+        self._host, self._limits = host, limits
         host._node.protocol.record_validator = _Notary(self.identities)
         self.members = [self._member(identity) for identity in self.identities]
 
     def _member(self, identity: Identity) -> Dht:
-        return Dht(self._host._node, self._host._swarm, identity, Listening(), **self._options)
+        return Dht(self._host._node, self._host._swarm, identity, Listening(), limits=self._limits)
 
     async def publish(self, records: Sequence[ServerRecord], at_once: int = 200, first: int = 0) -> None:
         """The records last until the test is over: publishing takes longer in one process than in thousands.
@@ -57,7 +56,7 @@ class Crowd:
         sizes: Counter[str] = Counter()
         for member, record in zip(self.members, records, strict=False):
             route = path(record.peer_id, record.span, record.num_blocks)
-            depth = next(depth for depth, shard in enumerate(route) if sizes[shard] < member._capacity)
+            depth = next(depth for depth, shard in enumerate(route) if sizes[shard] < self._limits.capacity)
             sizes[route[depth]] += 1
             member._places[record.model] = _Place(route, depth, publications=1)
 

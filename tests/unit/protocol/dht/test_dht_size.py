@@ -16,12 +16,12 @@ from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from tests.marks import SLOW
-from tests.worlds.crowd import MAX_LIFETIME_S, Crowd
+from tests.worlds.crowd import LIMITS, Crowd
 
 MODEL = "meta-llama/Llama-3.1-70B"
 NUM_BLOCKS = 80
 CAPACITY = 4
-OPTIONS: dict[str, Any] = {"capacity": CAPACITY, "max_lifetime_s": MAX_LIFETIME_S}
+SMALL = dataclasses.replace(LIMITS, capacity=CAPACITY)
 WHOLE = [Span(0, NUM_BLOCKS)]
 SPREAD = [Span(start, start + 8) for start in range(NUM_BLOCKS - 7)]
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -54,10 +54,10 @@ def nodes(run: Run) -> Iterator[tuple[Dht, Dht, Reader]]:
     """Two that store, and one that only asks."""
 
     async def start() -> tuple[Dht, Dht, Reader]:
-        first = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), **OPTIONS)
+        first = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), limits=SMALL)
         peers = await first.addresses()
-        second = await Dht.join("size", peers, Identity.generate(), Listening("127.0.0.1"), **OPTIONS)
-        return first, second, await Reader.join("size", peers, Identity.generate(), **OPTIONS)
+        second = await Dht.join("size", peers, Identity.generate(), Listening("127.0.0.1"), limits=SMALL)
+        return first, second, await Reader.join("size", peers, Identity.generate(), limits=SMALL)
 
     started = run(start())
     yield started
@@ -75,7 +75,7 @@ class Swarm:
 
     async def publish(self, count: int, spans: list[Span]) -> None:
         """All come at once, half of them on each node."""
-        crowds = [Crowd(store, count // 2, capacity=CAPACITY, climb_every=1) for store in self.stores]
+        crowds = [Crowd(store, count // 2, dataclasses.replace(SMALL, climb_every=1)) for store in self.stores]
         coming = [crowd.records(self.model, NUM_BLOCKS, spans) for crowd in crowds]
         await asyncio.gather(*(crowd.publish(records) for crowd, records in zip(crowds, coming, strict=True)))
         self.members = [member for crowd in crowds for member in crowd.members]
@@ -184,7 +184,7 @@ class TestTree:
         async def look() -> None:
             await swarm.publish(20, WHOLE)
             climber = swarm.deepest()
-            climber._climb_every = 3
+            climber._limits = SMALL  # the usual 3 publications
             before, depths = swarm.place(climber)[0], []
             swarm.make_room(100, 100)
             for _ in range(3):
@@ -247,9 +247,8 @@ async def _read_correctly(count: int, spans: list[Span], *, num_new: int = 0) ->
 
     The last ``num_new`` look for their places at once, when all others are there.
     """
-    lasting = {"max_lifetime_s": MAX_LIFETIME_S}
-    storing = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), **lasting)
-    reader = await Reader.join("size", await storing.addresses(), Identity.generate(), **lasting)
+    storing = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), limits=LIMITS)
+    reader = await Reader.join("size", await storing.addresses(), Identity.generate(), limits=LIMITS)
     try:
         crowd = Crowd(storing, count)
         records = crowd.records(MODEL, NUM_BLOCKS, spans)
