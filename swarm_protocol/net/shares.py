@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,3 +100,31 @@ class Shares:
                 self._held[holder] = held
             else:
                 self._held.pop(holder, None)
+
+
+class HalfShares:
+    """The shares of a resource of which each caller may hold half, so that a broken one does not keep the others out.
+
+    Two callers together may hold all of it. This suits resources that are soon free again, among known callers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._held: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        return self._held.total()
+
+    def held(self, caller: str) -> int:
+        return self._held[caller]
+
+    def fits(self, caller: str, amount: int) -> bool:
+        """Return whether the caller may hold this much more."""
+        own = self._held[caller] + amount
+        return self.used + amount <= self.capacity and own <= max(1, self.capacity // 2)
+
+    def add(self, caller: str, amount: int) -> None:
+        """Add an amount, which may be negative, to the caller's share; check ``fits`` before a positive one."""
+        self._held[caller] += amount
+        self._held += Counter()  # removes callers without a share

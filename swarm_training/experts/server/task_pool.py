@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Literal, TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerError, SwarmError
+from swarm_protocol.net.shares import HalfShares
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.search.batching import BatchQueue
 
@@ -47,9 +47,8 @@ class TaskPool:
     def __init__(self, compute: Compute, window_s: float, max_batch_rows: int, max_queued_rows: int) -> None:
         """Create the pool; ``compute`` receives the tensors of several requests, concatenated along the rows."""
         self._compute = compute
-        self._max_queued_rows = max_queued_rows
         self._queue: BatchQueue[Key, _Task] = BatchQueue(window_s, max_batch_rows)
-        self._rows: Counter[str] = Counter()  # rows that wait or are computed, by caller
+        self._rows = HalfShares(max_queued_rows)  # that wait or are computed
         self._filled = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "experts")
 
@@ -61,21 +60,20 @@ class TaskPool:
             SwarmError: the errors of ``compute``.
         """
         rows = len(tensors[0])
-        waiting = self._rows.total()
-        if waiting + rows > self._max_queued_rows or self._rows[caller] + rows > self._max_queued_rows // 2:
+        if not self._rows.fits(caller, rows):
             raise PeerBusy(
-                f"no room for {rows} rows more: {waiting} of {self._max_queued_rows} wait, {self._rows[caller]} of "
-                "them of this client, which may have half"
+                f"no room for {rows} rows more: {self._rows.used} of {self._rows.capacity} wait, "
+                f"{self._rows.held(caller)} of them of this client, which may have half"
             )
         loop = asyncio.get_running_loop()
         task = _Task(tensors, loop.create_future())
-        self._rows[caller] += rows
+        self._rows.add(caller, rows)
         self._queue.add(key, task, rows, loop.time())
         self._filled.set()
         try:
             return await task.result
         finally:
-            self._rows -= Counter({caller: rows})  # removes callers without rows
+            self._rows.add(caller, -rows)
 
     async def run(self) -> None:
         """Compute batches until cancelled."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.net.shares import HalfShares
 from swarm_protocol.wire.constants import MIB
 
 
@@ -33,55 +33,56 @@ class StageLimits:
 class RequestReservation:
     """The bytes that are reserved for one request."""
 
-    def __init__(self, room: RequestRoom, trainer: str) -> None:
-        self._room = room
+    def __init__(self, shares: HalfShares, trainer: str) -> None:
+        """Reserve nothing yet. ``shares``: of the bytes of all requests."""
+        self._shares = shares
         self._trainer = trainer
         self.size_bytes = 0
 
     def take(self, size_bytes: int) -> None:
         """Reserve so many bytes more, as they are announced. Raises PeerBusy if there is no room for them."""
-        self._room._take(self._trainer, size_bytes)
+        shares = self._shares
+        if not shares.fits(self._trainer, size_bytes):
+            raise PeerBusy(
+                f"no room for {size_bytes} bytes more of requests: {shares.used} of {shares.capacity} bytes are in "
+                f"use, {shares.held(self._trainer)} of them by this trainer"
+            )
+        shares.add(self._trainer, size_bytes)
         self.size_bytes += size_bytes
+
+    def release(self) -> None:
+        """Give all bytes back."""
+        self._shares.add(self._trainer, -self.size_bytes)
 
 
 class RequestRoom:
-    """The room for requests. No trainer has more than half of it, so that a broken one does not keep the others out."""
+    """The room for requests. No trainer has more than half of it."""
 
     def __init__(self, limits: StageLimits) -> None:
-        self._limits = limits
-        self._requests: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self._requests = HalfShares(limits.max_requests)
+        self._bytes = HalfShares(limits.max_bytes)
 
     @property
     def num_requests(self) -> int:
-        return self._requests.total()
+        return self._requests.used
 
     @property
     def used_bytes(self) -> int:
-        return self._bytes.total()
+        return self._bytes.used
 
     @contextmanager
     def request(self, trainer: str) -> Iterator[RequestReservation]:
         """Yield the reservation of one more request. Raises PeerBusy if there are too many requests."""
-        most = self._limits.max_requests
-        if self.num_requests >= most or self._requests[trainer] >= max(1, most // 2):
+        shares = self._requests
+        if not shares.fits(trainer, 1):
             raise PeerBusy(
-                f"this peer has {self.num_requests} requests, {self._requests[trainer]} of them from this trainer: "
-                f"it takes {most}, half of them from one"
+                f"this peer has {shares.used} requests, {shares.held(trainer)} of them from this trainer: "
+                f"it takes {shares.capacity}, half of them from one"
             )
-        self._requests[trainer] += 1
-        reservation = RequestReservation(self, trainer)
+        shares.add(trainer, 1)
+        reservation = RequestReservation(self._bytes, trainer)
         try:
             yield reservation
         finally:
-            self._requests -= Counter({trainer: 1})  # removes a trainer without requests
-            self._bytes -= Counter({trainer: reservation.size_bytes})
-
-    def _take(self, trainer: str, size_bytes: int) -> None:
-        most = self._limits.max_bytes
-        if self.used_bytes + size_bytes > most or self._bytes[trainer] + size_bytes > max(1, most // 2):
-            raise PeerBusy(
-                f"no room for {size_bytes} bytes more of requests: {self.used_bytes} of {most} bytes are in use, "
-                f"{self._bytes[trainer]} of them by this trainer"
-            )
-        self._bytes[trainer] += size_bytes
+            shares.add(trainer, -1)
+            reservation.release()

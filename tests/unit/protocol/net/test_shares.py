@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_protocol.net.shares import Caller, Shares, address_of
+from swarm_protocol.net.shares import Caller, HalfShares, Shares, address_of
 
 ANNA, BERT = Caller("anna"), Caller("bert")
 
@@ -54,6 +54,17 @@ def test_nobody_knows_where_those_without_an_address_are() -> None:
     for number in range(2000):
         fill(shares, Caller(f"local {number}"))
     assert shares.used > 500
+
+
+def test_each_caller_may_have_half_and_two_may_have_all() -> None:
+    shares = HalfShares(5)
+    for caller, most in (("anna", 2), ("bert", 2), ("carl", 1), ("dora", 0)):
+        while shares.fits(caller, 1):
+            shares.add(caller, 1)
+        assert shares.held(caller) == most
+    shares.add("anna", -2)
+    assert (shares.used, shares.held("anna")) == (3, 0) and shares.fits("dora", 2) and not shares.fits("bert", 1)
+    assert HalfShares(1).fits("anna", 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 99)), max_size=60))

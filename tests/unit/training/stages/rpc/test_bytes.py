@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[5] / "benchmarks"))
 
 from link_cost import LinkCost
 
+from swarm_protocol.net.shares import HalfShares
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, Scratch, StageOptions
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
-from swarm_training.stages.rpc.room import RequestRoom
 from swarm_training.stages.rpc.service import StagesService
 from tests import zoo
 from tests.worlds.identities import identity
@@ -28,12 +28,12 @@ from tests.worlds.toy_stages import RUN, START, ToyHost, serving
 HIDDEN, ROWS, POSITIONS, TIMEOUT_S = 128, 2, 8, 30.0  # int8's blocks of 64 elements are full
 
 
-class CountingRoom(RequestRoom):
+class CountingShares(HalfShares):
     received_bytes = 0
 
-    def _take(self, trainer: str, size_bytes: int) -> None:
-        super()._take(trainer, size_bytes)
-        self.received_bytes += size_bytes
+    def add(self, caller: str, amount: int) -> None:
+        super().add(caller, amount)
+        self.received_bytes += max(0, amount)
 
 
 class CountingService(StagesService):
@@ -41,7 +41,7 @@ class CountingService(StagesService):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.room = CountingRoom(self._limits)
+        self.room._bytes = self.received = CountingShares(self._limits.max_bytes)
 
     async def _compute(self, *arguments: Any) -> list[pb.ComputeReply]:
         replies = await super()._compute(*arguments)
@@ -66,5 +66,5 @@ async def test_a_middle_stage_costs_what_the_formula_says(layers: str, forms: tu
         await client.ask(asked, peer, TIMEOUT_S)
         await network.close()
         cost, tokens = LinkCost.of(layers, HIDDEN, *forms), ROWS * POSITIONS
-        assert service.room.received_bytes == tokens * cost.received_bytes
+        assert service.received.received_bytes == tokens * cost.received_bytes
         assert service.sent_bytes == tokens * cost.sent_bytes
