@@ -88,8 +88,7 @@ class _Distributed:
             AccessDenied: the swarm is private, and this client is not a member; the first pass raises this error.
             NoRoute: there are servers, but none has ``adapter``, or none is one of ``allowed_servers``.
         """
-        others |= {"initial_peers": initial_peers, "swarm": swarm or None}
-        config = _client_config(config, {field.name: others.pop(field.name, None) for field in fields(ClientConfig)})
+        config, others = _client_config(config, {**others, "initial_peers": initial_peers, "swarm": swarm or None})
         check_draft_name(config.draft)
         device = named_device(device)
         check_head_quant(config.head_quant, device)
@@ -120,11 +119,14 @@ class DistributedModelForSequenceClassification(_Distributed):
     _auto_class = AutoModelForSequenceClassification
 
 
-def _client_config(config: ClientConfig | None, keywords: Mapping[str, Any]) -> ClientConfig:
-    """Return ``config``, or a config with the values of the keywords; a keyword that is None was not given."""
-    given = {name: value for name, value in keywords.items() if value is not None}
+def _client_config(config: ClientConfig | None, keywords: Mapping[str, Any]) -> tuple[ClientConfig, dict[str, Any]]:
+    """Return ``config``, or a config with the values of the keywords, of which one that is None was not given; and the
+    keywords that are no fields of it."""
+    own = {field.name for field in fields(ClientConfig)}
+    others = {name: value for name, value in keywords.items() if name not in own}
+    given = {name: value for name, value in keywords.items() if name in own and value is not None}
     if config is None:
-        return ClientConfig(**given)
+        return ClientConfig(**given), others
     if not isinstance(config, ClientConfig):
         raise ValueError(
             f"config is a {type(config).__name__}: expected a swarm_client.ClientConfig. Fields of the model's own "
@@ -133,7 +135,7 @@ def _client_config(config: ClientConfig | None, keywords: Mapping[str, Any]) -> 
     if given:
         name = next(iter(given))
         raise ValueError(f"config and {name} are both given: expected ClientConfig({name}=…), or {name} without config")
-    return config
+    return config, others
 
 
 def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swarm_protocol.failures import Closing
+from swarm_protocol.failures import Closing, undone_on_error
 from swarm_protocol.process import network_loop
 from swarm_training.checkpoints.model_files import ServableModel, is_servable
+from swarm_training.compression.compressor import Compressor
 from swarm_training.core.config import TrainingConfig, check_run_name
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.evaluation.policy import EvaluationHistory, steps_to_keep
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import ModeratorOrder
-from swarm_training.optim.local_steps import outer_optimizer
+from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.progress import policy
 from swarm_training.rollback.saving import load_newest, save, save_servable
 from swarm_training.run.options import RunOptions
@@ -82,17 +83,10 @@ class TrainingRun(Closing):
         options, config = replace(options or RunOptions(), **keywords), config or TrainingConfig()
         _check_start(target_batch_size, initial_peers, config)
         config, compression = options.completed(config), options.compression
-        common, parameters, max_norm = config.common, list(parameters), config.max_norm
-        local, evaluation, resumed_at = options.local, options.evaluation, options.resumed_at
-        if local is not None:
-            options.check_local(parameters, config, target_batch_size)
-            common |= local.common
-            optimizer = optimizer or outer_optimizer(parameters)
-            max_norm = 0.0  # local steps are clipped, not their sum
-        if optimizer is None:
-            raise ValueError("optimizer is missing: expected one, since there are no local steps")
-        drifts, decay = local is not None, config.average_decay
-        self._state = TrainedState(parameters, optimizer, compression.compressor, common, max_norm, drifts, decay)
+        evaluation, resumed_at = options.evaluation, options.resumed_at
+        parameters = list(parameters)
+        options.check_local(parameters, config, target_batch_size)
+        self._state = _state_of(parameters, optimizer, config, options.local, compression.compressor)
         if evaluation is not None:
             evaluation.bind(self._state.parameters)
         if options.resume is not None:
@@ -101,18 +95,16 @@ class TrainingRun(Closing):
         self._presence = network_loop.run(
             PeerProcess.enter(name, target_batch_size, membership, config, self._state, compression)
         )
-        self._share = make_share(self._presence.peer, self._state, config, local, evaluation)
+        self._share = make_share(self._presence.peer, self._state, config, options.local, evaluation)
         self._max_norm, self._evaluation = config.max_norm, config.evaluation
         self._using = threading.Lock()
         self._is_closed = False
-        with ExitStack() as on_error:
-            on_error.callback(self.close)
+        with undone_on_error(self.close):
             earlier = EvaluationHistory.of(() if evaluation is None else evaluation.earlier)
             if initial_peers:
                 self._join(config.join_timeout_s, resumed_at, earlier)
             else:
                 self._drive(self._share.found(resumed_at, self.initial_peers, earlier))
-            on_error.pop_all()
 
     @property
     def initial_peers(self) -> list[str]:
@@ -300,6 +292,25 @@ class TrainingRun(Closing):
             return
         finally:
             calls.close()
+
+
+def _state_of(
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    config: TrainingConfig,
+    local: LocalSteps | None,
+    compressor: Compressor,
+) -> TrainedState:
+    """Return the state that is trained. Raise ValueError if it has no optimizer, or one of other parameters."""
+    common, max_norm = config.common, config.max_norm
+    if local is not None:
+        common |= local.common
+        optimizer = optimizer or outer_optimizer(parameters)
+        max_norm = 0.0  # local steps are clipped, not their sum
+    if optimizer is None:
+        raise ValueError("optimizer is missing: expected one, since there are no local steps")
+    drifts, decay = local is not None, config.average_decay
+    return TrainedState(parameters, optimizer, compressor, common, max_norm, drifts, decay)
 
 
 def _check_start(target_batch_size: int, initial_peers: Sequence[str], config: TrainingConfig) -> None:
