@@ -16,15 +16,13 @@ from typing import Any, TypeVar
 from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Costs, Hop
-from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S, Stalled
+from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S, TIMES_EXPECTED, Stalled, after_alarms
 
 T = TypeVar("T")
 BACKWARD = 3.0  # cost in forward passes: the blocks are computed again, then two products for each of theirs
-_TIMES_EXPECTED = 10.0
 _MAX_QUEUE_S = 3.0  # the longest queue that a server is believed to have
 _LEAST_S = 1e-3  # the least expected computing time: a pass has larger fixed costs
 _FADING = 0.95  # the decay of a server's slowness with each further pass
-_MAX_DOUBLINGS = 4
 _POLL_S = 1.0  # the interval between checks: other passes end, and new servers come
 
 
@@ -69,10 +67,10 @@ class PassWatchdog:
         here = sum(other.expected_s for other in self._under_way if other.peer_id == work.peer_id)
         slowness = self._slowness.get(work.peer_id)
         queue_s = min(work.hop.server.queue_delay_s, _MAX_QUEUE_S)
-        usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * (here * max(1.0, slowness or 0.0) + queue_s))
+        usual_s = max(self._config.timeouts.stall_s, TIMES_EXPECTED * (here * max(1.0, slowness or 0.0) + queue_s))
         if slowness is None:  # all passes may share one line
             usual_s += (self._sent_bytes - work.sent_before) / SLOW_BYTES_PER_S
-        return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
+        return after_alarms(usual_s, alarms, self._config)
 
     async def watch(
         self,

@@ -10,6 +10,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Any
 
+from swarm_protocol.backoff import Backoff
 from swarm_protocol.dht.records import ServerRecord
 
 NEWCOMER_S = 600.0  # how long a server that appears during the client's life is new to it, unless it is proven
@@ -17,7 +18,7 @@ _AT_ONCE = 16  # the number of servers that are asked together
 _ENOUGH_S = 1.0  # the longest time for a round of pings; later answers are still used
 _FAR_S = 10.0
 _WEIGHT = 0.3  # the weight of one round trip in the average
-_BAN_S, _MAX_BAN_S = 5.0, 60.0
+_BACKOFF = Backoff(first_s=5.0, most_s=60.0)
 FAILED, SILENT, WRONG = "that failed a moment ago", "that did not answer", "that answered wrongly"
 DENIED = "that do not accept this client"
 _JUST_NOW_S = 1.0  # how long a failed server is left out even if there is no other
@@ -79,9 +80,11 @@ class RttTracker:
 
 
 @dataclass(frozen=True)
-class _Backoff:
+class _Failures:
+    """The failures of a server, one after the other: when the newest one was, and how many there were."""
+
     since_s: float
-    duration_s: float
+    number: int
     expires_at: float | None  # expiry of the server's record, if it does not answer
 
 
@@ -128,19 +131,14 @@ class PeerBackoff:
     """
 
     def __init__(self) -> None:
-        self._backoff: dict[str, _Backoff] = {}
+        self._failures: dict[str, _Failures] = {}
         self._banned_until_s: dict[str, float] = {}  # peer ids that are left out even if there are no other servers
 
     def add(self, peer_id: str, now_s: float, expires_at: float | None) -> None:
         """Start or extend the server's backoff. ``expires_at``: the expiry of its record, if it does not answer."""
-        last = self._backoff.get(peer_id)
-        if last is None:
-            duration_s = _BAN_S
-        elif now_s < last.since_s + _JUST_NOW_S:  # the same failure, reported by another session
-            duration_s = last.duration_s
-        else:
-            duration_s = min(2 * last.duration_s, _MAX_BAN_S)
-        self._backoff[peer_id] = _Backoff(now_s, duration_s, expires_at)
+        last = self._failures.get(peer_id, _Failures(-inf, 0, None))
+        is_known = now_s < last.since_s + _JUST_NOW_S  # the same failure, reported by another session
+        self._failures[peer_id] = _Failures(now_s, last.number + (not is_known), expires_at)
 
     def ban(self, peer_id: str, until_s: float) -> None:
         """Leave the server out until then, even if there is no other way."""
@@ -150,16 +148,16 @@ class PeerBackoff:
         return self._banned_until_s.get(peer_id, -inf) > now_s
 
     def reset(self, peer_id: str) -> None:
-        self._backoff.pop(peer_id, None)
+        self._failures.pop(peer_id, None)
 
     def now(self, now_s: float, servers: Iterable[ServerRecord], just_now: bool = False) -> dict[str, str]:
         """Return which servers are left out, and why. ``just_now``: only failures of a moment ago, as a last resort."""
         banned = {}
         expirations = {} if just_now else {server.peer_id: server.expires_at for server in servers}
-        for peer_id, ban in self._backoff.items():
-            duration_s = _JUST_NOW_S if just_now else ban.duration_s
-            is_silent = ban.expires_at is not None and expirations.get(peer_id, inf) <= ban.expires_at < inf
-            if is_silent or ban.since_s + duration_s > now_s:
-                banned[peer_id] = FAILED if ban.expires_at is None else SILENT
+        for peer_id, last in self._failures.items():
+            duration_s = _JUST_NOW_S if just_now else _BACKOFF.after(last.number)
+            is_silent = last.expires_at is not None and expirations.get(peer_id, inf) <= last.expires_at < inf
+            if is_silent or last.since_s + duration_s > now_s:
+                banned[peer_id] = FAILED if last.expires_at is None else SILENT
         banned |= {peer_id: WRONG for peer_id in self._banned_until_s if self.is_banned(peer_id, now_s)}
         return banned

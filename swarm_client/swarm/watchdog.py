@@ -12,7 +12,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.span import Span
 
 SLOW_BYTES_PER_S = 125e3  # the assumed rate of an unknown line, 1 Mbit/s
-_TIMES_EXPECTED = 10.0
+TIMES_EXPECTED = 10.0
 _TIMES_SENT = 3.0  # tolerance for sending at the known rate, because others may use the line too
 _TIMES_SEEN = 3.0  # a multiple of the longest wait for an answer so far
 _FADING = 0.9  # the decay of the longest wait with each further one
@@ -27,6 +27,11 @@ class Stalled(PeerUnavailable):
     def __init__(self, message: str, peer_id: str, span: Span, since_s: float = 0.0) -> None:
         super().__init__(message, peer_id, span)
         self.since_s = since_s
+
+
+def after_alarms(usual_s: float, alarms: int, config: ClientConfig) -> float:
+    """Return the limit for a server while this many others stall: each alarm doubles the usual one."""
+    return min(config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
 
 
 class StallAlarms:
@@ -77,13 +82,13 @@ class Watchdog:
         left = [step for step in (*hop.replayed.values(), *steps) if step.number > number]
         sizes = [(step.num_positions, step.end - step.start) for step in left]
         expected_s = max((self._expected_s(hop, *size) for size in sizes), default=0.0) + rtt_s
-        usual_s = max(self._config.timeouts.stall_s, _TIMES_EXPECTED * expected_s)
+        usual_s = max(self._config.timeouts.stall_s, TIMES_EXPECTED * expected_s)
         if hop.due_batches is None:  # the step may be on its way: allow as long as earlier steps took
             usual_s = max(usual_s, _TIMES_SEEN * self._longest_s)
             # A server that claims an even slower line does not win more time.
             rate = SLOW_BYTES_PER_S if bytes_per_s is None else max(bytes_per_s, SLOW_BYTES_PER_S) / _TIMES_SENT
             usual_s += max((step.message.hidden.size_bytes for step in left), default=0) / rate
-        return min(self._config.step_timeout_s, usual_s * float(1 << min(alarms, _MAX_DOUBLINGS)))
+        return after_alarms(usual_s, alarms, self._config)
 
     @staticmethod
     def _expected_s(hop: HopSession, num_positions: int, length: int) -> float:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from swarm_models.sharing.manifest import HeldPieces, SharedFile
 from swarm_models.sharing.piece_store import PieceStore
+from swarm_protocol.backoff import Backoff
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import BadReply, CheckpointError, PeerBusy, PeerUnavailable, SwarmError
 from swarm_protocol.process.logs import progress_bar
@@ -33,7 +34,7 @@ _MAX_MEMBERS = 8  # at a time: each stream needs memory for one piece
 _IDLE_S = 10.0  # timeout between two parts of a piece
 _POLL_S = 0.2
 _MAX_FAILURES = 4  # of a member, in a row
-_BACKOFF_S = 1.0  # after a failure, doubled after each further one
+_BACKOFF = Backoff(first_s=1.0, most_s=60.0)
 _AGAIN_S = 2.0  # pause before members are looked for again, when none sends
 _LOOK_S = 30.0  # pause before new members are looked for, while others send
 LEAST_BYTES_PER_S = 64 * 1024  # minimum for a piece that has travelled for some time
@@ -219,7 +220,7 @@ class _Transfers:
                 self._count_failure(peer_id, error)
                 if isinstance(error, _TooSlow) or self._failures[peer_id] >= _MAX_FAILURES:
                     return
-                wait_s = _BACKOFF_S * 2 ** (self._failures[peer_id] - 1)
+                wait_s = _BACKOFF.after(self._failures[peer_id])
             finally:
                 self._leave(piece, peer_id)
             await asyncio.sleep(wait_s)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from swarm_protocol.backoff import Backoff
 from swarm_protocol.errors import PeerUnavailable
 from swarm_training.experts.core.cells import Cell, Prefix
 from swarm_training.experts.directory.board import DhtExpertRegistry, Holders
 from swarm_training.experts.directory.records import ExpertHolder
 
 _STALE = 6  # times the refresh interval: records themselves do not last much longer
-_MAX_BANS = 6  # each ban is twice as long as the one before
+_LONGEST = 64  # times the first ban; each ban is twice as long as the one before
 _logger = logging.getLogger(__name__)
 Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all its cells
 
@@ -36,7 +37,7 @@ class ExpertCache:
         """Create an empty cache; ``clock`` returns seconds."""
         self._board = board
         self._refresh_s = refresh_s
-        self._ban_s = ban_s
+        self._backoff = Backoff(ban_s, _LONGEST * ban_s)
         self._clock = clock
         self._known: dict[Prefix, tuple[Holders, float]] = {}  # with the time at which they were read
         self._bans: dict[Failure, _Ban] = {}
@@ -74,8 +75,8 @@ class ExpertCache:
         """Ban the expert, or without ``cell`` the whole server, for a while: longer each time until it answers."""
         ban = self._bans.get((holder.peer_id, cell), _Ban())
         if self._clock() >= ban.until:  # simultaneous failures count once
-            until = self._clock() + self._ban_s * 2**ban.times
-            self._bans[holder.peer_id, cell] = _Ban(until, min(ban.times + 1, _MAX_BANS))
+            times = ban.times + 1
+            self._bans[holder.peer_id, cell] = _Ban(self._clock() + self._backoff.after(times), times)
 
     def answered(self, holder: ExpertHolder, cell: Cell) -> None:
         for what in ((), cell):

@@ -127,7 +127,7 @@ async def test_a_server_that_died_is_out_at_once_and_back_when_it_is_heard_of() 
         net.dead.add("a")
         swarm.failed(PeerUnavailable("it broke", "a", Span(0, 8)))
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
-        swarm._backoff._backoff["a"] = replace(swarm._backoff._backoff["a"], since_s=-1000.0)  # long ago
+        swarm._backoff._failures["a"] = replace(swarm._backoff._failures["a"], since_s=-1000.0)  # long ago
         net.publish_again()
         await swarm.view(0)
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["b"]
