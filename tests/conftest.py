@@ -19,12 +19,10 @@ os.environ["SWARM_CONFIG"] = "none"  # not the user's own
 
 import swarm_protocol  # noqa: F401  (sets grpc up before anything imports it)
 from swarm_protocol.process.signals import HANGUP
-from tests.quick_keys import make_keys_quickly
 
 TESTS = Path(__file__).parent
 END_TO_END = ("swarm", "attack", "training")  # folders whose tests start servers or peers
 
-make_keys_quickly()
 # Processes would inherit that a signal is ignored, as in the background of a shell or under nohup.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

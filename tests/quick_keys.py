@@ -1,4 +1,4 @@
-"""RSA keys that take no time: any two of a few primes make one. A real key takes a twentieth of a second or more."""
+"""Identities for tests: any two of a few primes make a key. A real key takes a twentieth of a second or more."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from swarm_protocol.net.hivemind_parts import RSAPrivateKey
+from swarm_protocol.net.identity import Identity
+
 _EXPONENT, _BITS = 65537, 2048
-_generated = rsa.generate_private_key
 
 
 def key_of(p: int, q: int) -> rsa.RSAPrivateKey:
@@ -28,14 +29,21 @@ def pairs_of_primes() -> Iterator[tuple[int, int]]:
     """No pair comes twice, and of n primes n * (n - 1) / 2 are made. They are others in each process."""
     primes: list[int] = []
     while True:
-        numbers = _generated(public_exponent=_EXPONENT, key_size=_BITS).private_numbers()
+        numbers = rsa.generate_private_key(public_exponent=_EXPONENT, key_size=_BITS).private_numbers()
         for prime in (numbers.p, numbers.q):
             yield from zip(primes, itertools.repeat(prime))
             primes.append(prime)
 
 
-class KeyMaker:
-    """What tests have in place of the function that generates keys. Its keys are unlike each other, and no secrets."""
+def identity_of(p: int, q: int) -> Identity:
+    """Whose key is made of these primes."""
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key._private_key = key_of(p, q)
+    return Identity(key)
+
+
+class IdentityMaker:
+    """Makes identities that are unlike each other, and unlike those of other processes. Their keys are no secrets."""
 
     def __init__(self) -> None:
         self._forget()
@@ -44,13 +52,10 @@ class KeyMaker:
     def _forget(self) -> None:
         self._pairs, self._lock = pairs_of_primes(), threading.Lock()
 
-    def __call__(self, public_exponent: int, key_size: int, backend: Any = None) -> rsa.RSAPrivateKey:
-        if (public_exponent, key_size) != (_EXPONENT, _BITS):
-            return _generated(public_exponent, key_size, backend)
+    def __call__(self) -> Identity:
         with self._lock:
             pair = next(self._pairs)
-        return key_of(*pair)
+        return identity_of(*pair)
 
 
-def make_keys_quickly() -> None:
-    rsa.generate_private_key = KeyMaker()
+new_identity = IdentityMaker()  # what tests call, where users have ``Identity.generate``

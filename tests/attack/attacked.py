@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm_client import DistributedModel
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MIB, WIRE_VERSION
 from tests.attack.honest import OPTIONS, PROMPT, Generation, HonestClient
 from tests.attack.resources import Resources, resources_of
+from tests.quick_keys import new_identity
 from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
 from tests.swarm.raw_client import RawClient
@@ -62,7 +62,7 @@ class Attacked:
         self.record: ServerRecord = background.run(remote.blocks.swarm.view(0.0)).servers[0]
         self.cleanup = ExitStack()
         self.attacker = self.cleanup.enter_context(RawClient(self.record))
-        credentials = [ClientCredentials(Identity.generate()) for _ in range(NUM_OTHERS)]
+        credentials = [ClientCredentials(new_identity()) for _ in range(NUM_OTHERS)]
         self.others = [self.cleanup.enter_context(RawClient(self.record, each)) for each in credentials]
         for client in self.others:
             client.describe()  # its connection is there from now on

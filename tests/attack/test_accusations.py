@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import torch
 
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.verification.evidence import new_seed, probe
 from swarm_protocol.verification.statements import OutputStatement, Signer
 from swarm_protocol.wire.codec import encode
 from tests.attack.attacked import Attacked
 from tests.attack.attacks import attack
+from tests.quick_keys import new_identity
 from tests.swarm.raw_client import Answer
 from tests.zoo import HIDDEN
 
@@ -25,7 +25,7 @@ FLOOD = 100  # at a time
 @attack("accusations without end")
 def test_a_flood_of_accusations(target: Attacked) -> None:
     """Every one about a peer of the attacker's own, which is no server."""
-    record, identity = target.record, Identity.generate()
+    record, identity = target.record, new_identity()
     own = pb.ServerRecord(peer_id=identity.peer_id, model=record.model, revision=record.revision)
     own.quant, own.dtype, own.device = record.quant, record.dtype, record.device
     signer = Signer(identity, lambda: own, time.time)
@@ -60,7 +60,7 @@ def test_what_an_honest_server_has_signed_does_not_harm_it(target: Attacked) -> 
     changed = pb.SignedStatement(
         content=content.SerializeToString(), signature=signed.signature, public_key=signed.public_key
     )
-    stranger = Identity.generate()
+    stranger = new_identity()
     resigned = Signer(stranger, lambda: pb.ServerRecord(peer_id=record.peer_id), time.time).sign(
         record.span, probe(seed, HIDDEN), torch.zeros(16, HIDDEN)
     )

@@ -27,6 +27,7 @@ from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from tests.attack.attacks import attack
 from tests.attack.besieged import Besieged, besieged
 from tests.attack.honest import OPTIONS, PROMPT
+from tests.quick_keys import new_identity
 from tests.worlds.partial_service import serve_methods
 
 FOR_EVER_S = 10**7  # 115 days
@@ -121,7 +122,7 @@ def test_a_models_list_that_strangers_write(target: Besieged) -> None:
     assert all(target.stranger.store(keys, owners[0], liar))
 
     async def listed() -> dict[str, int]:
-        dht = await Dht.join(DEFAULT_SWARM, [target.server.ready["peer"]], Identity.generate())
+        dht = await Dht.join(DEFAULT_SWARM, [target.server.ready["peer"]], new_identity())
         try:
             return await dht.models()
         finally:

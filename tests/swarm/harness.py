@@ -19,11 +19,11 @@ from swarm_models.checkpoints.describing import describe
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.failures import Closing
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_protocol.span import Span
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
+from tests.quick_keys import new_identity
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.worlds.memory_dht import forget, hold_in_memory
@@ -87,7 +87,7 @@ class InProcessServers(Closing):
     def dht(self) -> Dht:
         """A node that only asks."""
         if self._dht is None:
-            self._dht = background.run(Dht.join(self.swarm, self.initial_peers, Identity.generate()))
+            self._dht = background.run(Dht.join(self.swarm, self.initial_peers, new_identity()))
         return self._dht
 
     def describe(self) -> list[ServerRecord]:

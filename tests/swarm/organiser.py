@@ -13,7 +13,7 @@ from swarm_cli.keys.grants import GrantsFile
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Organiser:
 
     def credentials(self, role: Role, name: str = "ada") -> MemberCredentials:
         """A new member, who is in the organiser's list."""
-        identity, now = Identity.generate(), time.time()
+        identity, now = new_identity(), time.time()
         grant = Grant.new(self.key.public, role, name, identity.peer_id, now - 1e6, now + 1e6)
         GrantsFile(self.directory / "organiser.key").add(grant)
         return MemberCredentials(grant, grant.signed(self.key), identity)

@@ -14,19 +14,19 @@ import grpc
 from swarm_client.core import background
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.failures import Closing
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import FirstStatus
+from tests.quick_keys import new_identity
 from tests.swarm.waiting import DEADLINE_S
 
 
 @cache
 def own_credentials() -> ClientCredentials:
     """Those of the tests of this process."""
-    return ClientCredentials(Identity.generate())
+    return ClientCredentials(new_identity())
 
 
 class RawClient(Closing):

@@ -16,7 +16,7 @@ from swarm_client.core import background
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess, is_alive
@@ -42,7 +42,7 @@ def test_a_server_is_found_again(server_process, llama, tmp_path) -> None:
     def record() -> ServerRecord | None:
         """What somebody finds who has just come, at the address that the server printed."""
         try:
-            dht = background.run(Dht.join(swarm, [server.ready["peer"]], Identity.generate()))
+            dht = background.run(Dht.join(swarm, [server.ready["peer"]], new_identity()))
         except NoSwarm:
             return None
         view = background.run(dht.view(llama.name, BLOCKS))

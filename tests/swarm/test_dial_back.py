@@ -12,7 +12,6 @@ import pytest
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import tunnel_pb2 as pb
 from swarm_protocol.streams.frames import read_message, write_message
 from swarm_protocol.streams.streams import DaemonStreams, Stream
@@ -21,6 +20,7 @@ from swarm_server.core.config import ServerConfig
 from swarm_server.reach import reach as module
 from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import Reach, can_be_reached
+from tests.quick_keys import new_identity
 from tests.swarm.waiting import DEADLINE_S
 
 LOCAL, LAN = "127.0.0.1", "192.168.1.10"
@@ -42,7 +42,7 @@ async def first_server(monkeypatch: pytest.MonkeyPatch, *members: Member) -> Asy
     async with AsyncExitStack() as stack:
 
         async def joined(*peers: str) -> tuple[Dht, DaemonStreams]:
-            dht = await Dht.join("dialled", peers, Identity.generate(), Listening(LOCAL))
+            dht = await Dht.join("dialled", peers, new_identity(), Listening(LOCAL))
             stack.push_async_callback(dht.shutdown)
             return dht, DaemonStreams(lambda: dht.p2p)
 
@@ -58,7 +58,7 @@ async def first_server(monkeypatch: pytest.MonkeyPatch, *members: Member) -> Asy
         own = OwnAddresses(LOCAL, LOCAL, False, [])
         own.port = listening.sockets[0].getsockname()[1]
         config = ServerConfig(model="none", announce_address=LOCAL)
-        reach = Reach(config, SwarmAccess(Identity.generate()), dht, streams, own, lambda: addresses)
+        reach = Reach(config, SwarmAccess(new_identity()), dht, streams, own, lambda: addresses)
         await reach.start()
         stack.push_async_callback(reach.close)
         yield reach, dht
@@ -69,7 +69,7 @@ async def nobody() -> list[str]:
 
 
 async def can_be_joined(dht: Dht) -> bool:
-    newcomer = await Dht.join("dialled", await dht.addresses(), Identity.generate())
+    newcomer = await Dht.join("dialled", await dht.addresses(), new_identity())
     await newcomer.shutdown()
     return True
 

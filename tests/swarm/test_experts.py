@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from swarm_protocol.net.identity import Identity
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
 from swarm_training.experts.command_line import main
+from tests.quick_keys import new_identity
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
@@ -69,12 +69,12 @@ def test_the_best_living_experts_are_found_and_gradients_are_exact(
 
 def test_a_server_that_comes_back_has_its_experts_again(tmp_path: Path, servers: list[ExpertServer]) -> None:
     peers = servers[0].initial_peers
-    with ExpertServer(config(3, *peers, directory=tmp_path, rate=0.1), Identity.generate()) as server:
+    with ExpertServer(config(3, *peers, directory=tmp_path, rate=0.1), new_identity()) as server:
         cells = sorted(server.experts)
         for expert in server.experts.values():
             expert.backward(torch.randn(4, HIDDEN), torch.randn(4, HIDDEN))
         before = {cell: expert.state() for cell, expert in server.experts.items()}
-    with ExpertServer(config(3, *peers, directory=tmp_path, rate=0.1), Identity.generate()) as again:
+    with ExpertServer(config(3, *peers, directory=tmp_path, rate=0.1), new_identity()) as again:
         assert sorted(again.experts) == cells
         for cell, expert in again.experts.items():
             assert all(torch.equal(tensor, before[cell][name]) for name, tensor in expert.state().items())

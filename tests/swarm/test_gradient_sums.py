@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swarm_client.transport.transport import ServerConnection
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.rpc import passes
+from tests.quick_keys import new_identity
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, random, tensors
 from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.target import INVALID, assert_refused, wire
@@ -103,7 +103,7 @@ def test_a_sum_of_other_passes_is_not_handed_over(target, name, numbers):
 def test_only_the_client_itself_takes_its_sum(target, name):
     key = new_key()
     go_back(target, name, 0, pb.Summand(key=key, number=0))
-    with RawClient(target.client.record, ClientCredentials(Identity.generate())) as other:
+    with RawClient(target.client.record, ClientCredentials(new_identity())) as other:
         assert take(target, key, 0, client=other).status is FORGOTTEN
     assert take(target, key, 0).status is OK
 

@@ -10,11 +10,11 @@ import grpc
 import pytest
 import torch
 
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.session_keys import push_key_of
+from tests.quick_keys import new_identity
 from tests.swarm.raw_client import Answer, RawClient, RawStream
 from tests.swarm.target import INVALID, UNKNOWN, Target, wire
 
@@ -25,7 +25,7 @@ NOBODY = pb.NextHop(peer_id="nobody", push_key=bytes(32))
 @pytest.fixture(scope="module")
 def stranger(idle_target) -> Iterator[RawClient]:
     """Another client, on the same machine."""
-    with RawClient(idle_target.client.record, ClientCredentials(Identity.generate())) as client:
+    with RawClient(idle_target.client.record, ClientCredentials(new_identity())) as client:
         yield client
 
 

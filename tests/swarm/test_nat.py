@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from swarm_client.core import background
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.tunnel.circuit import relay_of
+from tests.quick_keys import new_identity
 from tests.swarm.nat import FirewalledNetwork, NatNetwork
 from tests.swarm.pair import ends_only_at_its_length
 from tests.swarm.processes import ServerProcess
@@ -54,7 +54,7 @@ class Lab:
     def records(self) -> list[ServerRecord]:
         """As a public host sees them: this process."""
         if self._dht is None:
-            self._dht = background.run(Dht.join("default", self.peers, Identity.generate()))
+            self._dht = background.run(Dht.join("default", self.peers, new_identity()))
             self._stack.callback(lambda: background.run(self._dht.shutdown()))
         return list(background.run(self._dht.view(self._directory.name, 6)).servers)
 

@@ -9,11 +9,11 @@ import pytest
 
 from swarm_client.core import background
 from swarm_protocol.dht.records import SwarmView
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node import server
+from tests.quick_keys import new_identity
 from tests.swarm.harness import InProcessServers
 from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint
@@ -39,7 +39,7 @@ def test_servers_announce_what_they_measured(tmp_path, monkeypatch) -> None:
 
 def test_the_dead_are_noticed_until_they_are_heard_of(servers) -> None:
     left, right = servers.records()
-    channels = ChannelPool(partial(pinned_channel, ClientCredentials(Identity.generate())))
+    channels = ChannelPool(partial(pinned_channel, ClientCredentials(new_identity())))
     probe = NetworkProbe(channels)
 
     def living(*others) -> set[str]:

@@ -10,8 +10,8 @@ import pytest
 
 from swarm_client.core import background
 from swarm_protocol.dht.dht import Dht
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.process.local_registry import LocalRegistry
+from tests.quick_keys import new_identity
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -57,7 +57,7 @@ def seen_by_way_of(server: ServerProcess) -> set[str]:
     """Whom a client sees that comes through this server."""
 
     async def read() -> set[str]:
-        dht = await Dht.join("default", [server.ready["peer"]], Identity.generate())
+        dht = await Dht.join("default", [server.ready["peer"]], new_identity())
         try:
             return {record.peer_id for record in (await dht.view("llama", NUM_BLOCKS)).servers}
         finally:

@@ -18,6 +18,7 @@ from swarm_protocol.process import network_loop
 from swarm_training.experts import ExpertClient, ExpertServer, ExpertServerConfig, MixtureConfig, RemoteMixtureOfExperts
 from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
+from tests.quick_keys import new_identity
 from tests.swarm.organiser import Organiser
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
@@ -111,7 +112,7 @@ def test_strangers_are_refused_every_call(private: Private) -> None:
         with pytest.raises(AccessDenied, match="this swarm takes only members"):
             network_loop.run(stranger.calls.backward(holder, "demo", (0, 0), rows, rows))
     with pytest.raises(AccessDenied, match="this swarm takes only members"):
-        network_loop.run(_listed(ClientCredentials(Identity.generate()), holder))
+        network_loop.run(_listed(ClientCredentials(new_identity()), holder))
 
 
 def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:

@@ -22,9 +22,9 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
+from tests.quick_keys import new_identity
 from tests.swarm.harness import InProcessServers
 from tests.swarm.organiser import Organiser
 from tests.swarm.pair import random_ids
@@ -52,7 +52,7 @@ class Private(Organiser):
 
     def client(self, member: MemberCredentials | None = None, token: bytes | None = None) -> RawClient:
         if member is None:
-            return RawClient(self.record, ClientCredentials(Identity.generate(), token or b""))
+            return RawClient(self.record, ClientCredentials(new_identity(), token or b""))
         return RawClient(self.record, ClientCredentials(member.identity, member.token))
 
 
@@ -65,7 +65,7 @@ def private(cluster, tmp_path_factory) -> Iterator[Private]:
     membership = str(swarm.membership(Role.SERVER, "server"))
     swarm.server = server = cluster.start(*flags, "--blocks", f"0:{BLOCKS}", "--membership", membership)
     cluster.wait_ready([server])
-    joining = Dht.join(SWARM, [server.ready["peer"]], Identity.generate(), access=AccessControl(swarm.key.public))
+    joining = Dht.join(SWARM, [server.ready["peer"]], new_identity(), access=AccessControl(swarm.key.public))
     swarm.dht = background.run(joining)
     (swarm.record,) = background.run(swarm.dht.view(model.name, BLOCKS)).servers
     yield swarm
@@ -189,7 +189,7 @@ def test_a_swarm_that_is_open_to_clients(private):
             found = background.run(private.dht.view(private.model.name, BLOCKS)).servers
             return next((record for record in found if record.peer_id == peer_id), None)
 
-        with RawClient(wait_for(record, "members see it"), ClientCredentials(Identity.generate())) as stranger:
+        with RawClient(wait_for(record, "members see it"), ClientCredentials(new_identity())) as stranger:
             assert DENIED not in {answer.status for answer in asked(stranger)}
             assert pushed(stranger).status is DENIED
         own = ClientConfig(

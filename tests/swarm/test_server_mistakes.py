@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.swarm.processes import Outcome, run_commands
 from tests.zoo import save_checkpoint
 
@@ -67,7 +67,7 @@ def places(tmp_path_factory) -> Iterator[Places]:
 
 
 def mistakes(places: Places) -> dict[str, Mistake]:
-    nobody = Identity.generate().peer_id
+    nobody = new_identity().peer_id
     good = places.good
     return {
         "nobody-at-the-initial-peer": Mistake(

@@ -17,7 +17,7 @@ from swarm_client.core import background
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -55,7 +55,7 @@ class Monitor:
     """A DHT node that only asks."""
 
     def __init__(self, swarm: str, peer: str) -> None:
-        self._dht = background.run(Dht.join(swarm, [peer], Identity.generate()))
+        self._dht = background.run(Dht.join(swarm, [peer], new_identity()))
 
     def records(self) -> list[ServerRecord]:
         num_blocks = background.run(self._dht.models())["llama"]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swarm_protocol.errors import PeerUnavailable
-from swarm_protocol.net.identity import Identity
 from swarm_training.contract.backend import Joining, PeerAddress
 from swarm_training.contract.views import RunView
 from swarm_training.runfile.reading import parse_run_file
@@ -29,6 +28,7 @@ from swarm_training.stages.engine.accumulator import rounded
 from swarm_training.stages.engine.boundaries import FILE_NAME
 from swarm_training.stages.peer.placing import PlacementTimes
 from swarm_training.stages.peer.shared import spans_of
+from tests.quick_keys import new_identity
 from tests.swarm.waiting import wait_for
 
 TOKENIZER = Path(__file__).parents[2] / "swarm_models" / "shipped" / "tiny-python-docs"
@@ -124,7 +124,7 @@ async def serving(
         if "--initial-peers " in line and not joined.done():
             joined.set_result(line.split("--initial-peers ")[1].split()[0])
 
-    common = file.run.name, file.run.target_batch_size, initial_peers, Identity.generate()
+    common = file.run.name, file.run.target_batch_size, initial_peers, new_identity()
     who = Joining(*common, address=PeerAddress("127.0.0.1"))
     task = asyncio.ensure_future(serve(file, who, index, say, stays=pace is None, pace=pace))
     try:
@@ -150,25 +150,25 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
 
     async def scenario() -> None:
         async with asyncio.timeout(LIMIT_S), serving(file, 0) as address, serving(file, 1, address):
-            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
+            who = Joining(file.run.name, file.run.target_batch_size, (address,), new_identity())
             said: list[str] = []
             await train_run(file, who, steps, said.append)
             assert [line.split(":")[0] for line in said] == [f"step {step + 1}" for step in range(steps)]
             assert all("4 of 4 micro-batches" in line for line in said)
-            view = await asyncio.to_thread(watched, file, replace(who, identity=Identity.generate()), steps)
+            view = await asyncio.to_thread(watched, file, replace(who, identity=new_identity()), steps)
             assert [(stage.step, len(stage.peers), stage.holds) for stage in view.stages] == [(steps, 1, False)] * 2
             assert view.step == steps and view.loss is not None and f"loss {view.loss:.3f}" in said[-1]
             assert all(peer.samples_per_s > 0 for peer in view.peers)
             other = replace(file, run=replace(file.run, target_batch_size=16))
             with pytest.raises(ValueError, match="4 micro-batches in this run, and 8 here"):
-                await train_run(other, replace(who, identity=Identity.generate()), "random", steps, said.append)
-            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
+                await train_run(other, replace(who, identity=new_identity()), "random", steps, said.append)
+            await export_run(file, replace(who, identity=new_identity()), tmp_path / "out", said.append)
             assert any(line.endswith("after step 3") for line in said)
             assert ("which no stock model has" in said[-1]) == (layers != "none")
             missing = replace(file, stages=replace(file.stages, count=3))
             with pytest.raises(PeerUnavailable, match=r"nobody is at stage .*2: expected"):
                 await export_run(
-                    missing, replace(who, identity=Identity.generate()), tmp_path / "x", said.append, timeout_s=1.0
+                    missing, replace(who, identity=new_identity()), tmp_path / "x", said.append, timeout_s=1.0
                 )
 
     asyncio.run(scenario())

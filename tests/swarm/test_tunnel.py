@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
@@ -21,6 +20,7 @@ from swarm_protocol.tunnel.dialing import _TunnelPort, open_tunnel
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
 from swarm_protocol.tunnel.reserving import reserve
+from tests.quick_keys import new_identity
 from tests.swarm.waiting import DEADLINE_S
 from tests.unit.support import until
 
@@ -59,7 +59,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
         dhts, peers = {}, []
         for name in ("relay", "server", "client"):
             host = "127.0.0.1" if name == "relay" else None
-            dhts[name] = await Dht.join("tunnels", peers, Identity.generate(), Listening(host))
+            dhts[name] = await Dht.join("tunnels", peers, new_identity(), Listening(host))
             stack.push_async_callback(dhts[name].shutdown)
             peers = peers or [(await dhts[name].addresses())[0]]
         streams = {name: DaemonStreams(lambda dht=dht: dht.p2p) for name, dht in dhts.items()}

@@ -15,11 +15,11 @@ from typing import Any
 from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
-from swarm_protocol.net.identity import Identity
 from swarm_training.ledger.archive import restored
 from swarm_training.ledger.ledger import LedgerLimits
 from swarm_training.runfile.example import example
 from tests.marks import SLOW
+from tests.quick_keys import new_identity
 from tests.training.processes import ROOT, TIMEOUT_S, Volunteer, volunteers
 
 SAMPLES, TARGET, STEPS = 4, 32, 6
@@ -31,7 +31,7 @@ IN_TEXT: dict[str, Any] = {
 
 
 def membership(directory: Path, organiser: OrganiserKey, user: str, file: str, role: Role = Role.TRAINER) -> str:
-    identity, now = Identity.generate(), time.time()
+    identity, now = new_identity(), time.time()
     grant = Grant.new(organiser.public, role, user, identity.peer_id, now - 10, now + 10_000)
     MemberCredentials(grant, grant.signed(organiser), identity).write(directory / file)
     return str(directory / file)

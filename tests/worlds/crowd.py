@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from swarm_protocol.dht.dht import Dht, _Place
 from swarm_protocol.dht.node import Listening
@@ -17,21 +17,17 @@ from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.net.hivemind_parts import DHTRecord
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
-from tests.quick_keys import pairs_of_primes
-from tests.worlds.identities import identity_of
+from tests.quick_keys import new_identity
 
 LIMITS = DhtLimits(max_lifetime_s=2 * 3600.0)  # for all nodes of a DHT with a crowd
 _LIFETIME_S = 3600.0
 
 
 class Crowd:
-    """Servers that share the DHT node of one of them, for lack of 10 000 machines; it signs for each with its own key.
-
-    Any two of a few primes make a key: real ones would take a tenth of a second each.
-    """
+    """Servers that share the DHT node of one of them, for lack of 10 000 machines; it signs with each one's own key."""
 
     def __init__(self, host: Dht, count: int, limits: DhtLimits = LIMITS) -> None:
-        self.identities = list(itertools.islice(identities(count), count))
+        self.identities = [new_identity() for _ in range(count)]
         self._host, self._limits = host, limits
         host._node.protocol.record_validator = _Notary(self.identities)
         self.members = [self._member(identity) for identity in self.identities]
@@ -95,8 +91,3 @@ class _Notary(Validator):
     def sign_value(self, record: DHTRecord) -> bytes:
         owner = re.search(rb"\[owner:.+?\]", record.subkey)
         return self._signers[owner[0]].sign_value(record) if owner else record.value
-
-
-def identities(count: int) -> Iterator[Identity]:
-    for p, q in itertools.islice(pairs_of_primes(), count):
-        yield identity_of(p, q)

@@ -6,9 +6,8 @@ import itertools
 import random
 from functools import cache
 
-from swarm_protocol.net.hivemind_parts import RSAPrivateKey
 from swarm_protocol.net.identity import Identity
-from tests.quick_keys import key_of
+from tests.quick_keys import identity_of
 
 _EXPONENT = 65537
 _PRIME_BITS = 1024
@@ -24,13 +23,6 @@ def identity(number: int) -> Identity:
     """Of a pair of primes: few of those, which take long to find, make many identities."""
     second = next(index for index in itertools.count(1) if index * (index + 1) // 2 > number)
     return identity_of(_prime(number - second * (second - 1) // 2), _prime(second))
-
-
-def identity_of(p: int, q: int) -> Identity:
-    """Whose key is made of these primes."""
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key._private_key = key_of(p, q)
-    return Identity(key)
 
 
 @cache

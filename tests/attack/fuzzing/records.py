@@ -21,6 +21,7 @@ from swarm_protocol.net.hivemind_parts import DHTID, DHTLocalStorage, DHTRecord,
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from tests.attack.fuzzing.mutations import EVIL_TEXTS, mutated, mutated_bytes
+from tests.quick_keys import new_identity
 
 _SWARM, _MODEL, _NUM_BLOCKS = "swarm", "model", 8
 _LIFETIME_S = 100.0
@@ -142,7 +143,7 @@ def _use(view: SwarmView, chance: Random) -> None:
 
 @cache
 def _peer() -> tuple[Identity, Validator]:
-    identity = Identity.generate()
+    identity = new_identity()
     return identity, Validator(identity.private_key)
 
 

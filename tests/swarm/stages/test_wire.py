@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm_protocol.net.identity import Identity
 from swarm_training.net.membership import RunMembership
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.stages.commands.building import build_micro_batches, trainer_config
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
+from tests.quick_keys import new_identity
 from tests.swarm.stages.crew import Crew, crew
 from tests.swarm.stages.model import one_process, write_run
 
@@ -27,7 +27,7 @@ def train_here(peers: Crew, steps: int) -> list[float]:
     reports: list[StepReport] = []
 
     async def scenario() -> None:
-        member = RunMembership(Identity.generate(), initial_peers=peers.addresses)
+        member = RunMembership(new_identity(), initial_peers=peers.addresses)
         async with asyncio.timeout(LIMIT_S):
             config = trainer_config(file)
             await train(file.run.name, file.stages.count, member, data, config, reports.append, steps)

@@ -20,13 +20,14 @@ from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.verification.evidence import LASTS_S, Evidence, new_seed, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
+from tests.quick_keys import new_identity
 from tests.unit.client.verification.test_checks import HIDDEN, Lying, honest, scaled, true, zeros
 from tests.unit.support import run, server_record
 
 
 @pytest.fixture(scope="module")
 def identities() -> Iterator[list[Identity]]:
-    yield [Identity.generate() for _ in range(5)]
+    yield [new_identity() for _ in range(5)]
 
 
 class World:

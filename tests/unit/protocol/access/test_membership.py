@@ -12,9 +12,10 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 
 KEY = OrganiserKey.generate()
-IDENTITY = Identity.generate()
+IDENTITY = new_identity()
 
 
 def member(
@@ -85,4 +86,4 @@ def test_a_membership_without_a_key_needs_the_one_it_is_for() -> None:
         without.identity_or(None)
     with pytest.raises(ValueError, match=f"is for peer QmOther, and the key is that of {IDENTITY.peer_id}"):
         without.identity_or(IDENTITY)
-    assert member().identity_or(Identity.generate()).peer_id == IDENTITY.peer_id
+    assert member().identity_or(new_identity()).peer_id == IDENTITY.peer_id

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, AccusationRegistry
 from swarm_protocol.dht.stored_records import items_of, store_item
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
+from tests.quick_keys import new_identity
 from tests.unit.support import run
 
 
@@ -27,7 +27,7 @@ class Node:
 
 
 def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None:
-    node, identity = Node(), Identity.generate()
+    node, identity = Node(), new_identity()
     accusations = AccusationRegistry(lambda: node, "swarm", "model", identity, None)  # type: ignore[arg-type,return-value]
     evidence = [pb.Evidence(hidden_size=number) for number in range(9)]
     doubted = [f"server {number}" for number in range(9)]

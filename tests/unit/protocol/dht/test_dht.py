@@ -31,6 +31,7 @@ from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hosts import host_port, split_address
 from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.unit.support import TIMEOUT_S, server_record, until
 
 SWARM = "test"
@@ -58,11 +59,11 @@ def run() -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def nodes(run: Run) -> Iterator[Nodes]:
     async def start() -> Nodes:
-        identities = Identity.generate(), Identity.generate()
+        identities = new_identity(), new_identity()
         founder = await Dht.join(SWARM, [], identities[0], Listening("127.0.0.1"))
         peers = await founder.addresses()
         member = await Dht.join(SWARM, peers, identities[1], Listening("127.0.0.1"))
-        return Nodes(founder, member, await Dht.join(SWARM, peers, Identity.generate()), peers, identities)
+        return Nodes(founder, member, await Dht.join(SWARM, peers, new_identity()), peers, identities)
 
     started = run(start())
     yield started
@@ -147,7 +148,7 @@ class TestRecords:
 
     def test_a_record_that_is_not_renewed_expires(self, run: Run, nodes: Nodes, model: str) -> None:
         async def expire() -> None:
-            node = await Dht.join(SWARM, nodes.peers, Identity.generate())
+            node = await Dht.join(SWARM, nodes.peers, new_identity())
             lasting, fleeting = (server_record(owner.peer_id, model=model) for owner in (nodes.founder, node))
             await nodes.founder.publish(lasting)
 
@@ -169,7 +170,7 @@ class TestRecords:
         async def look() -> None:
             await nodes.member.publish(server_record(nodes.member.peer_id, model=model))
             assert (await nodes.client.view(model + "-other", 8)).servers == ()
-            elsewhere = await Dht.join("another swarm", nodes.peers, Identity.generate())
+            elsewhere = await Dht.join("another swarm", nodes.peers, new_identity())
             assert (await elsewhere.view(model, 8)).servers == ()
             assert await elsewhere.models() == {}
             await elsewhere.shutdown()
@@ -178,7 +179,7 @@ class TestRecords:
 
     def test_lists_the_models_served(self, run: Run, nodes: Nodes, model: str) -> None:
         async def models() -> dict[str, int]:
-            server = await Dht.join(SWARM, nodes.peers, Identity.generate())  # one server has one model
+            server = await Dht.join(SWARM, nodes.peers, new_identity())  # one server has one model
             await server.publish(server_record(server.peer_id, model=model, num_blocks=12))
             models = await nodes.client.models()
             await server.publish(server_record(server.peer_id, model=model, num_blocks=12, state=ServerState.OFFLINE))
@@ -216,7 +217,7 @@ class TestStrangers:
 
     @pytest.mark.parametrize("signed", [False, True])
     def test_cannot_overwrite_a_record(self, signed: bool, run: Run, nodes: Nodes, model: str) -> None:
-        own = Identity.generate()
+        own = new_identity()
         subkey = subkey_of(nodes.identities[0])
 
         async def overwrite(node: DHTNode, forged: ServerRecord) -> None:
@@ -226,7 +227,7 @@ class TestStrangers:
         self.seen_after(run, nodes, model, overwrite, own if signed else None)
 
     def test_cannot_speak_of_another_under_their_own_key(self, run: Run, nodes: Nodes, model: str) -> None:
-        own = Identity.generate()
+        own = new_identity()
 
         async def impersonate(node: DHTNode, forged: ServerRecord) -> None:
             for peer_id in (own.peer_id, forged.peer_id):
@@ -247,7 +248,7 @@ class TestStrangers:
         self.seen_after(run, nodes, model, hide)
 
     def test_cannot_name_two_owners(self, run: Run, nodes: Nodes, model: str) -> None:
-        own = Identity.generate()
+        own = new_identity()
         own_key, victim_key = (identity.public_key.decode() for identity in (own, nodes.identities[0]))
         # The packed length of the subkey, 0x5b, is "[": hivemind reads "[owner:OWN KEY COMMENT]", people the rest.
         start, end = f"owner:{own_key} ", f"[owner:{victim_key}]"
@@ -283,11 +284,11 @@ class TestStrangers:
         self.seen_after(run, nodes, model, spoil)
 
     def test_cannot_hide_or_forge_a_model_of_the_list(self, run: Run, nodes: Nodes, model: str) -> None:
-        own = Identity.generate()
+        own = new_identity()
         for_ever = 10**7  # 115 days
 
         async def listed() -> dict[str, int]:
-            servers = [await Dht.join(SWARM, nodes.peers, Identity.generate()) for _ in range(2)]
+            servers = [await Dht.join(SWARM, nodes.peers, new_identity()) for _ in range(2)]
             for server in servers:
                 await server.publish(server_record(server.peer_id, model=model))
             wrong = server_record(own.peer_id, model=model, num_blocks=12)
@@ -316,7 +317,7 @@ class TestStrangers:
     @pytest.mark.parametrize("own_key", [False, True])
     def test_cannot_store_what_lasts_for_ever(self, own_key: bool, run: Run, nodes: Nodes, model: str) -> None:
         """Nothing newer could take its place: a server was hidden for 115 days."""
-        own = Identity.generate() if own_key else nodes.identities[0]
+        own = new_identity() if own_key else nodes.identities[0]
 
         async def store(node: DHTNode, forged: ServerRecord) -> None:
             forged = dataclasses.replace(forged, peer_id=own.peer_id)
@@ -344,7 +345,7 @@ class TestStrangers:
         self.seen_after(run, nodes, model, store, own)
 
     def test_cannot_have_claims_that_contradict_the_model_believed(self, run: Run, nodes: Nodes, model: str) -> None:
-        own = Identity.generate()
+        own = new_identity()
 
         async def store(node: DHTNode, forged: ServerRecord) -> None:
             forged = dataclasses.replace(forged, peer_id=own.peer_id)
@@ -364,14 +365,14 @@ class TestJoining:
 
     def test_one_living_initial_peer_is_enough(self, run: Run, nodes: Nodes, unused_peer: str) -> None:
         async def join() -> None:
-            node = await Dht.join(SWARM, [unused_peer, *nodes.peers], Identity.generate())
+            node = await Dht.join(SWARM, [unused_peer, *nodes.peers], new_identity())
             await node.shutdown()
 
         run(join())
 
     def test_a_dead_initial_peer_is_reported(self, run: Run, unused_peer: str) -> None:
         with pytest.raises(NoSwarm, match=f"no initial peer answered: {unused_peer}"):
-            run(Dht.join(SWARM, [unused_peer], Identity.generate()))
+            run(Dht.join(SWARM, [unused_peer], new_identity()))
 
     def test_a_peer_that_accepts_connections_and_says_nothing_is_given_up(
         self, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -382,16 +383,16 @@ class TestJoining:
         async def join() -> None:
             async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
                 port = silent.sockets[0].getsockname()[1]
-                await Dht.join(SWARM, [f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}"], Identity.generate())
+                await Dht.join(SWARM, [f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer_id}"], new_identity())
 
-        identity = Identity.generate()
+        identity = new_identity()
         with pytest.raises(NoSwarm, match="no initial peer answered"):
             run(join())
 
     def test_somebody_else_at_the_address_is_not_the_peer(self, run: Run, nodes: Nodes) -> None:
-        other = Identity.generate().peer_id
+        other = new_identity().peer_id
         with pytest.raises(NoSwarm, match="no initial peer answered"):
-            run(Dht.join(SWARM, [nodes.peers[0].replace(nodes.founder.peer_id, other)], Identity.generate()))
+            run(Dht.join(SWARM, [nodes.peers[0].replace(nodes.founder.peer_id, other)], new_identity()))
 
     @pytest.mark.parametrize(
         "peer",
@@ -458,7 +459,7 @@ def unused_peer(run: Run) -> str:
     """A peer that has been there."""
 
     async def start_and_stop() -> str:
-        node = await Dht.join(SWARM, [], Identity.generate(), Listening("127.0.0.1"))
+        node = await Dht.join(SWARM, [], new_identity(), Listening("127.0.0.1"))
         (address,) = await node.addresses()
         await node.shutdown()
         return address

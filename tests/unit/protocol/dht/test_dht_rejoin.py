@@ -10,8 +10,8 @@ from swarm_protocol.dht import bootstrap
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.hivemind_parts import ControlFailure
-from swarm_protocol.net.identity import Identity
 from tests.marks import SLOW
+from tests.quick_keys import new_identity
 from tests.unit.support import quiet_port, run, server_record, until
 from tests.worlds.virtual_time import run_virtually
 
@@ -40,14 +40,14 @@ async def lose(node: Dht) -> None:
 
 
 async def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> None:
-    first = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
-    client = await Dht.join(SWARM, await first.addresses(), Identity.generate())
+    first = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
+    client = await Dht.join(SWARM, await first.addresses(), new_identity())
     assert not client.is_alone
     gone = await first.addresses()
     await first.shutdown()
     await lose(client)
     assert not await client.connect_to(gone)
-    later = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    later = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     await later.publish(server_record(later.peer_id))
     assert await client.connect_to([*gone, *await later.addresses()])
     assert not client.is_alone
@@ -59,10 +59,10 @@ async def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> No
 @SLOW  # libp2p does not dial for 5 s
 async def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
     """After it has asked there in vain."""
-    identity, port = Identity.generate(), quiet_port()
+    identity, port = new_identity(), quiet_port()
     first = await Dht.join(SWARM, [], identity, Listening(HOST, port))
     (address,) = await first.addresses()
-    client = await Dht.join(SWARM, [address], Identity.generate())
+    client = await Dht.join(SWARM, [address], new_identity())
     await first.shutdown()
     await lose(client)
     for _ in range(3):
@@ -101,8 +101,8 @@ def test_libp2p_is_asked_again_while_it_does_not_dial() -> None:
 
 async def test_two_halves_become_one_swarm() -> None:
     """Whoever reads, through whichever half it came, sees the servers of both."""
-    nodes = [await Dht.join(SWARM, [], Identity.generate(), Listening(HOST)) for _ in range(2)]
-    client = await Dht.join(SWARM, await nodes[0].addresses(), Identity.generate())
+    nodes = [await Dht.join(SWARM, [], new_identity(), Listening(HOST)) for _ in range(2)]
+    client = await Dht.join(SWARM, await nodes[0].addresses(), new_identity())
     for node in nodes:
         await node.publish(server_record(node.peer_id))
     assert len((await client.view("model", 8)).servers) == 1
@@ -117,7 +117,7 @@ async def test_two_halves_become_one_swarm() -> None:
 
 
 async def test_its_own_address_leads_nowhere() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     assert node.is_alone
     assert not await node.connect_to(await node.addresses())
     assert node.is_alone
@@ -125,7 +125,7 @@ async def test_its_own_address_leads_nowhere() -> None:
 
 
 async def test_what_is_no_address_is_a_users_mistake() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     try:
         with pytest.raises(ValueError, match="is no multiaddr of a peer"):
             await node.connect_to(["127.0.0.1:1"])
@@ -135,8 +135,8 @@ async def test_what_is_no_address_is_a_users_mistake() -> None:
 
 def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_it() -> None:
     async def check() -> None:
-        other = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
-        server = await Dht.join(SWARM, await other.addresses(), Identity.generate(), Listening(HOST))
+        other = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
+        server = await Dht.join(SWARM, await other.addresses(), new_identity(), Listening(HOST))
         assert await server.publish(server_record(server.peer_id))
         await until(lambda: known(other, server))
         server.serve_others(False)  # from here on, the other one may tell it of itself

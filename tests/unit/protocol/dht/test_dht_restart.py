@@ -11,7 +11,7 @@ import pytest
 from swarm_protocol.dht import dht
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.unit.protocol.dht.test_dht_rejoin import HOST, SWARM, sees
 from tests.unit.support import server_record
 
@@ -24,9 +24,9 @@ async def kill_daemon(node: Dht) -> None:
 
 
 async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     addresses = await node.addresses()
-    other = await Dht.join(SWARM, addresses, Identity.generate(), Listening(HOST))
+    other = await Dht.join(SWARM, addresses, new_identity(), Listening(HOST))
     await other.publish(server_record(other.peer_id))
     await other.shutdown()  # what it has published is with the node alone
     for _ in range(2):
@@ -39,7 +39,7 @@ async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(m
         assert node.is_alive and await node.addresses() == addresses
     await node.restart()  # changes nothing
     assert await node.publish(server_record(node.peer_id))
-    client = await Dht.join(SWARM, addresses, Identity.generate())
+    client = await Dht.join(SWARM, addresses, new_identity())
     await sees(client, node, other)
     for left in (client, node):
         await left.shutdown()
@@ -47,8 +47,8 @@ async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(m
 
 async def test_it_meets_those_again_that_it_knew() -> None:
     """Who do not look for it."""
-    founder = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
-    member = await Dht.join(SWARM, await founder.addresses(), Identity.generate(), Listening(HOST))
+    founder = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
+    member = await Dht.join(SWARM, await founder.addresses(), new_identity(), Listening(HOST))
     await member.remember_peers()
     await kill_daemon(member)
     await member.restart()
@@ -60,7 +60,7 @@ async def test_it_meets_those_again_that_it_knew() -> None:
 
 
 async def test_another_port_is_taken_if_somebody_else_listens_there_now() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     (address,) = await node.addresses()
     await kill_daemon(node)
     with socket.socket() as other:
@@ -70,13 +70,13 @@ async def test_another_port_is_taken_if_somebody_else_listens_there_now() -> Non
         await node.restart()
         (new,) = await node.addresses()
     assert new != address and new.endswith(f"/p2p/{node.peer_id}")
-    client = await Dht.join(SWARM, [new], Identity.generate())
+    client = await Dht.join(SWARM, [new], new_identity())
     for left in (client, node):
         await left.shutdown()
 
 
 async def test_a_node_whose_daemon_is_gone_is_shut_down_at_once() -> None:
-    node = await Dht.join(SWARM, [], Identity.generate(), Listening(HOST))
+    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     control = Path(node._node.p2p._daemon_listen_maddr["unix"])
     assert control.exists()
     await kill_daemon(node)

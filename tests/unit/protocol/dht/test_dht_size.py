@@ -13,9 +13,9 @@ from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_protocol.net.hivemind_parts import MSGPackSerializer, get_dht_time
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from tests.marks import SLOW
+from tests.quick_keys import new_identity
 from tests.worlds.crowd import LIMITS, Crowd
 
 MODEL = "meta-llama/Llama-3.1-70B"
@@ -54,10 +54,10 @@ def nodes(run: Run) -> Iterator[tuple[Dht, Dht, Reader]]:
     """Two that store, and one that only asks."""
 
     async def start() -> tuple[Dht, Dht, Reader]:
-        first = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), limits=SMALL)
+        first = await Dht.join("size", [], new_identity(), Listening("127.0.0.1"), limits=SMALL)
         peers = await first.addresses()
-        second = await Dht.join("size", peers, Identity.generate(), Listening("127.0.0.1"), limits=SMALL)
-        return first, second, await Reader.join("size", peers, Identity.generate(), limits=SMALL)
+        second = await Dht.join("size", peers, new_identity(), Listening("127.0.0.1"), limits=SMALL)
+        return first, second, await Reader.join("size", peers, new_identity(), limits=SMALL)
 
     started = run(start())
     yield started
@@ -247,8 +247,8 @@ async def _read_correctly(count: int, spans: list[Span], *, num_new: int = 0) ->
 
     The last ``num_new`` look for their places at once, when all others are there.
     """
-    storing = await Dht.join("size", [], Identity.generate(), Listening("127.0.0.1"), limits=LIMITS)
-    reader = await Reader.join("size", await storing.addresses(), Identity.generate(), limits=LIMITS)
+    storing = await Dht.join("size", [], new_identity(), Listening("127.0.0.1"), limits=LIMITS)
+    reader = await Reader.join("size", await storing.addresses(), new_identity(), limits=LIMITS)
     try:
         crowd = Crowd(storing, count)
         records = crowd.records(MODEL, NUM_BLOCKS, spans)

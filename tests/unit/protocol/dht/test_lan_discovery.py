@@ -16,11 +16,11 @@ from zeroconf.asyncio import AsyncServiceInfo
 from swarm_protocol.dht import lan_discovery
 from swarm_protocol.dht.lan_discovery import LanDiscovery, member_addresses, require_zeroconf
 from swarm_protocol.errors import NoSwarm
-from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.unit.support import until
 
 SERVICE = f"_swarm-{os.getpid()}._tcp.local."  # so that others who run these tests on this machine are not found
-PEER = Identity.generate().peer_id
+PEER = new_identity().peer_id
 GOOD = {b"swarm": b"mine", b"peer": PEER.encode()}
 ANY_PORT = 31337
 
@@ -108,7 +108,7 @@ async def discovering(*swarms: str) -> AsyncIterator[list[LanDiscovery]]:
 
 
 def address_of(number: int) -> str:
-    return f"/ip4/127.0.0.{number}/tcp/{ANY_PORT}/p2p/{Identity.generate().peer_id}"
+    return f"/ip4/127.0.0.{number}/tcp/{ANY_PORT}/p2p/{new_identity().peer_id}"
 
 
 async def advertise(discovery: LanDiscovery, address: str) -> bool:

@@ -20,6 +20,7 @@ from swarm_protocol.dht.records import ServerRecord, models_key, revocations_key
 from swarm_protocol.dht.stored_records import Validator, is_admitted, limit_records, subkey_of
 from swarm_protocol.net.hivemind_parts import DHTID, DHTLocalStorage, DHTRecord, MSGPackSerializer, get_dht_time
 from swarm_protocol.net.identity import Identity
+from tests.quick_keys import new_identity
 from tests.unit.protocol.dht.test_dht import Run, packed, run  # noqa: F401  (run is a fixture)
 from tests.unit.support import server_record, until
 
@@ -40,7 +41,7 @@ def record_of(identity: Identity, token: bytes) -> ServerRecord:
 class TestWhatIsStored:
     """By a node of a private swarm, for others, as it travels."""
 
-    MEMBER, OTHER = Identity.generate(), Identity.generate()
+    MEMBER, OTHER = new_identity(), new_identity()
     GRANT, TOKEN = token_for(MEMBER)
 
     def signed(self, data: object, owner: Identity = MEMBER, subkey: object = None) -> tuple[object, bytes]:
@@ -96,15 +97,15 @@ def swarm(run: Run) -> Iterator[tuple[list[Dht], list[Grant], Dht, Dht]]:  # noq
         grants = []
         peers: list[str] = []
         for _ in range(2):
-            identity = Identity.generate()
+            identity = new_identity()
             grant, token = token_for(identity)
             access = AccessControl(KEY.public)
             servers.append(await Dht.join(SWARM, peers, identity, Listening("127.0.0.1"), access=access))
             grants.append(grant)
             peers = await servers[0].addresses()
             await servers[-1].publish(record_of(identity, token))
-        reader = await Dht.join(SWARM, peers, Identity.generate(), access=AccessControl(KEY.public))
-        stranger = await Dht.join(SWARM, peers, Identity.generate(), Listening("127.0.0.1"))
+        reader = await Dht.join(SWARM, peers, new_identity(), access=AccessControl(KEY.public))
+        stranger = await Dht.join(SWARM, peers, new_identity(), Listening("127.0.0.1"))
         return servers, grants, reader, stranger
 
     started = run(start())
@@ -143,9 +144,7 @@ def test_a_revoked_server_is_not_seen_any_more_and_what_was_said_lasts(run: Run,
     revocation = Revocation(KEY.public, grants[1].id, END).signed(KEY)
 
     async def publish() -> None:
-        teller = await Dht.join(
-            SWARM, await servers[0].addresses(), Identity.generate(), access=AccessControl(KEY.public)
-        )
+        teller = await Dht.join(SWARM, await servers[0].addresses(), new_identity(), access=AccessControl(KEY.public))
         assert await teller.revocations.publish(grants[1].id, revocation)
         await teller.shutdown()
 
@@ -180,7 +179,7 @@ def test_readers_without_the_swarm_key_see_members_too(run: Run, swarm) -> None:
     servers, *_ = swarm
 
     async def view() -> set[str]:
-        public = await Dht.join(SWARM, await servers[0].addresses(), Identity.generate())
+        public = await Dht.join(SWARM, await servers[0].addresses(), new_identity())
         try:
             return {record.peer_id for record in (await asyncio.wait_for(public.view(MODEL, 8), 20)).servers}
         finally:

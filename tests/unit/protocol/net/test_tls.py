@@ -18,13 +18,14 @@ from swarm_protocol.net.tls import Certificate, ClientCredentials, peer_of, pinn
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import CLIENT_OPTIONS, SERVER_OPTIONS
+from tests.quick_keys import new_identity
 from tests.unit.support import run
 from tests.worlds.partial_service import serve_methods
 
 
 @pytest.fixture(scope="module")
 def identities() -> tuple[Identity, Identity]:
-    return Identity.generate(), Identity.generate()
+    return new_identity(), new_identity()
 
 
 @pytest.fixture(scope="module")

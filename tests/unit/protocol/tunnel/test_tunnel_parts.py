@@ -12,7 +12,6 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied, BadReply, PeerBusy, PeerUnavailable
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import tunnel_pb2 as pb
@@ -22,6 +21,7 @@ from swarm_protocol.tunnel import dialing
 from swarm_protocol.tunnel.circuit import Circuit, relay_of
 from swarm_protocol.tunnel.dialing import Dialer, first_reached
 from swarm_protocol.tunnel.members import RelayCredentials, require_member
+from tests.quick_keys import new_identity
 from tests.unit.support import run, until
 from tests.worlds.identities import identity
 from tests.worlds.virtual_time import run_virtually
@@ -143,7 +143,7 @@ async def test_messages_that_are_none_are_refused():
 
 def test_only_members_open_streams_to_a_relay_of_a_private_swarm():
     organiser = OrganiserKey.generate()
-    identity, thief = Identity.generate(), Identity.generate()
+    identity, thief = new_identity(), new_identity()
     now = time.time()
     token = Grant(organiser.public, b"0" * 16, Role.CLIENT, "anna", identity.peer_id, now, now + 1000).signed(organiser)
     access = AccessControl(organiser.public)

@@ -8,13 +8,13 @@ from math import inf
 import pytest
 import torch
 
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.verification.comparison import RoundingKind
 from swarm_protocol.verification.evidence import LASTS_S, SEED_BYTES, Evidence, probe
 from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
+from tests.quick_keys import new_identity
 from tests.unit.support import server_record
 
 NOW, HIDDEN = 1_000_000.0, 48
@@ -34,7 +34,7 @@ TRUTH = true(INPUTS.hidden[0])
 
 @pytest.fixture(scope="module")
 def signer() -> Iterator[Signer]:
-    identity = Identity.generate()
+    identity = new_identity()
     yield Signer(identity, server_record(identity.peer_id, quant="int8").to_proto, lambda: NOW)
 
 

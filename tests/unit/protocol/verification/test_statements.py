@@ -21,6 +21,7 @@ from swarm_protocol.verification.statements import (
     sketch_of,
 )
 from swarm_protocol.wire.block_input import BlockInput
+from tests.quick_keys import new_identity
 from tests.unit.support import server_record
 
 NOW = 1_000_000.0
@@ -31,7 +32,7 @@ OUTPUT = torch.randn(20, 24, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(scope="module")
 def identity() -> Iterator[Identity]:
-    yield Identity.generate()
+    yield new_identity()
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import pytest
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.swarm_access import SwarmAccess
-from swarm_protocol.net.identity import Identity
 from swarm_server.core.config import ServerConfig
 from swarm_server.core.prefix_sharing import prefix_sharing
+from tests.quick_keys import new_identity
 
-NOBODYS = SwarmAccess(Identity.generate())
-PRIVATE = SwarmAccess(Identity.generate(), b"token", AccessControl(OrganiserKey.generate().public))
+NOBODYS = SwarmAccess(new_identity())
+PRIVATE = SwarmAccess(new_identity(), b"token", AccessControl(OrganiserKey.generate().public))
 HERE, LAN, EVERYWHERE = "127.0.0.1", "192.168.1.5", "0.0.0.0"
 
 

@@ -21,6 +21,7 @@ from swarm_protocol.verification.statements import Signer
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.verification.blocklist import Blocklist
 from swarm_server.verification.judge import AnswerJudge
+from tests.quick_keys import new_identity
 from tests.unit.support import run, server_record
 
 HIDDEN, SPAN = 32, Span(0, 4)
@@ -107,7 +108,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def accused() -> Iterator[Identity]:
-    yield Identity.generate()
+    yield new_identity()
 
 
 def test_who_lies_is_published_once(accused: Identity) -> None:
@@ -138,7 +139,7 @@ def test_what_was_shown_is_published_until_it_has_expired(accused: Identity) -> 
 
 
 def test_what_others_publish_is_judged_too(accused: Identity) -> None:
-    world, honest = World(), Identity.generate()
+    world, honest = World(), new_identity()
     lie, truth = world.evidence(accused, torch.zeros_like), world.evidence(honest)
     elsewhere = world.evidence(honest, torch.zeros_like, Span(2, 8))
     world.board.others = [("slanderer", truth), ("other", elsewhere), ("judge", pb.Evidence()), ("honest", lie)]

@@ -22,7 +22,6 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.net import identity as identity_module
-from swarm_protocol.net.identity import Identity
 from swarm_training import command_line, volunteering
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
@@ -37,6 +36,7 @@ from swarm_training.ledger.orders import Ban, GoBack, Orders
 from swarm_training.pb.training_ledger_pb2 import SignedByPeer
 from swarm_training.reports.scalars import scalars_of
 from swarm_training.runfile.reading import read_run_file
+from tests.quick_keys import new_identity
 from tests.unit.training.ledger.members import ADA
 from tests.unit.training.ledger.members import ORGANISER as MEMBERS
 from tests.unit.training.ledger.test_ledger import a_round, round_of
@@ -45,7 +45,7 @@ from tests.unit.training.reports.test_reporters import Kept
 
 PEER = "/ip4/127.0.0.1/tcp/1234/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ORGANISER = OrganiserKey.generate()
-IDENTITY = Identity.generate()
+IDENTITY = new_identity()
 
 
 class Network:

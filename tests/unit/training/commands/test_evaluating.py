@@ -13,7 +13,6 @@ import torch
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
-from swarm_protocol.net.identity import Identity
 from swarm_training.checkpoints.evaluations import read_evaluations
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import joining
@@ -33,6 +32,7 @@ from swarm_training.runfile.settings import (
     RunFile,
     RunSettings,
 )
+from tests.quick_keys import new_identity
 from tests.unit.training.fakes import LocalRun
 
 BLOCK, BATCH, TARGET, STEPS, SAMPLES = 32, 4, 8, 6, 7
@@ -55,7 +55,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
 
 
 def prepared(file: RunFile, said: list[str]) -> tuple[joining.TrainingSetup, Joining]:
-    own = Joining("run", TARGET, (), Identity.generate())
+    own = Joining("run", TARGET, (), new_identity())
     return joining.prepare(file, own, None, "cpu", said.append), own
 
 

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import swarm_training
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
-from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.constants import MIB
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
@@ -50,11 +49,12 @@ from swarm_training.runfile.settings import (
     RunFile,
     RunSettings,
 )
+from tests.quick_keys import new_identity
 from tests.unit.training.fakes import LocalRun
 from tests.unit.training.reports.test_reporters import Kept
 
 BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
-IDENTITY = Identity.generate()
+IDENTITY = new_identity()
 OTHERS = ("/ip4/127.0.0.1/tcp/1/p2p/QmOther",)
 
 

@@ -9,6 +9,7 @@ from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role, SwarmKey
 from swarm_protocol.net.identity import Identity
 from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal
+from tests.quick_keys import new_identity
 
 NOW = 1_800_000_000.0
 DAY = 86_400.0
@@ -31,7 +32,7 @@ class Member:
 
 
 def member(name: str, role: Role = Role.TRAINER) -> Member:
-    identity = Identity.generate()
+    identity = new_identity()
     grant = Grant.new(ORGANISER.public, role, name, identity.peer_id, NOW - DAY, NOW + DAY)
     return Member(identity, grant, grant.signed(ORGANISER))
 
