@@ -175,7 +175,7 @@ def killed(result: Generation, quant: str, hop: int, moment: str, length: int, p
 
 def wait_for_copies(session: RemoteSession) -> None:
     """Of all hops; bounded."""
-    wait_until(lambda: session._lanes[0].chain.num_replicas >= len(session.hops), COPIES_TIMEOUT_S)
+    wait_until(lambda: session._lanes[0].chain._standby.num_ready >= len(session.hops), COPIES_TIMEOUT_S)
 
 
 def show_kills(kills: Sequence[Kill], standby: bool) -> None:

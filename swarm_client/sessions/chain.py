@@ -89,11 +89,6 @@ class Chain:
         return (*map(self.opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
 
     @property
-    def num_replicas(self) -> int:
-        """Return the number of standby replicas that are ready to take over."""
-        return self._standby.num_ready
-
-    @property
     def is_recovering(self) -> bool:
         """Return whether no answer has come since a server failed."""
         return self._replacer.is_recovering

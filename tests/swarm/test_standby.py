@@ -20,7 +20,7 @@ def client(connect) -> Client:
 
 def wait_for_copies(client: Client) -> None:
     (chain,) = client.chains
-    wait_for(lambda: chain.num_replicas == len(SPANS), "every hop has a copy")
+    wait_for(lambda: chain._standby.num_ready == len(SPANS), "every hop has a copy")
 
 
 def wait_for_equal_copies(client: Client) -> None:
