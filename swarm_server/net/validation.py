@@ -79,7 +79,7 @@ class RequestValidator:
         if codec not in pb.Codec.values():
             raise RequestRejected(f"codec {codec} is unknown: expected one of {sorted(pb.Codec.values())}")
 
-    def hidden(self, wire: pb.Tensor, batch_size: int | None = None, *, stacked: bool = False) -> Assembler:
+    def hidden(self, wire: pb.Tensor, *, stacked: bool = False) -> Assembler:
         """Check the header of hidden states [batch, tokens, hidden_size], and return an assembler for their parts.
 
         ``stacked``: they may come with additions, see ``BlockInput.stacked``.
@@ -87,8 +87,8 @@ class RequestValidator:
         shape: Sequence[int] = wire.shape
         if stacked and len(shape) == 4 and 1 < shape[2] <= 1 + MAX_ADDITIONS:
             shape = [*shape[:2], shape[3]]
-        if len(shape) != 3 or shape[2] != self.hidden_size or batch_size not in (None, shape[0]) or shape[1] < 1:
-            expected = f"[{'batch' if batch_size is None else batch_size}, tokens, {self.hidden_size}]"
+        if len(shape) != 3 or shape[2] != self.hidden_size or shape[1] < 1:
+            expected = f"[batch, tokens, {self.hidden_size}]"
             raise RequestRejected(f"hidden states have shape {shown_shape(wire)}: expected {expected}")
         self.batch_size(shape[0])
         if wire.dtype not in _FLOATS:
