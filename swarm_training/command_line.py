@@ -30,6 +30,7 @@ from swarm_training.commands.flags import (
     joining,
     parse_batch_size,
     parse_part,
+    require_initial_peers,
 )
 from swarm_training.commands.staged import STAGE, TRAINER, StagesBackend, export_staged, join_staged, require_unstaged
 from swarm_training.contract.backend import Backend, Joining, Look, PeerAddress, SendOrder
@@ -211,8 +212,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
         raise ValueError(
             f"--interval is {args.interval:g}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600"
         )
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run that is to be watched")
+    require_initial_peers(args, "members of the run that is to be watched")
     targets = [parse_report(text) for text in args.report]
     _, looking = _onlooker(backend, stages, args, file)
 
@@ -327,8 +327,7 @@ def _moderated(args: argparse.Namespace) -> RunFile:
     file = read_run_file(args.run_file)
     if not file.tokens.organiser:
         raise ValueError(f"{args.run_file} names no organiser under [tokens]: without one, a run has no moderators")
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run that the order is for")
+    require_initial_peers(args, "members of the run that the order is for")
     return file
 
 

@@ -46,6 +46,12 @@ def add_joining_flags(parser: argparse.ArgumentParser) -> None:
     add("--identity", type=Path, metavar="FILE", help="this peer's key, created if it is missing; by default a new key")
 
 
+def require_initial_peers(args: argparse.Namespace, expected: str) -> None:
+    """Raise ValueError, which says what is ``expected``, if there are no initial peers."""
+    if not args.initial_peers:
+        raise ValueError(f"--initial-peers is missing: expected {expected}")
+
+
 def add_address_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", metavar="ADDRESS", help="address to listen on; by default that of the route to the initial peers")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from swarm_training.commands.flags import require_initial_peers
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.views import RunView
 from swarm_training.reports.reporter import OpenReporter, parse_report
@@ -57,8 +58,7 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
         if getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is for --as {STAGE}: a trainer holds no part of the model, and nobody calls it")
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run, since a trainer holds no part of it")
+    require_initial_peers(args, "members of the run, since a trainer holds no part of it")
     return stages.train(file, who, reports)
 
 
@@ -79,6 +79,5 @@ def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile
             f"{args.run_file} is not of a run in stages: its peers write checkpoints themselves, see `checkpoints` "
             "under [run]"
         )
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run")
+    require_initial_peers(args, "members of the run")
     return stages.export(file, who, args.directory, args.averaged, args.best)

@@ -16,12 +16,14 @@ from swarm_training.commands.flags import (
     add_run_command,
     address_of,
     joining,
+    require_initial_peers,
 )
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.front import Command, export, hold, train
 
 _PROG = "python -m swarm_training.stages"
+_PRINTED = "members of the run, as `serve` prints them"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,19 +88,14 @@ def _trainer(args: argparse.Namespace) -> Command:
     file = _file(args)
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps is {args.steps}: expected at least 1")
-    _require_initial_peers(args)
+    require_initial_peers(args, _PRINTED)
     return train(file, joining(args, file, "TRAINER", locks=True), end=args.steps)
 
 
 def _export(args: argparse.Namespace) -> Command:
     file = _file(args)
-    _require_initial_peers(args)
+    require_initial_peers(args, _PRINTED)
     return export(file, joining(args, file, "TRAINER"), args.directory, args.averaged, args.best)
-
-
-def _require_initial_peers(args: argparse.Namespace) -> None:
-    if not args.initial_peers:
-        raise ValueError("--initial-peers is missing: expected members of the run, as `serve` prints them")
 
 
 def main(argv: list[str]) -> None:
