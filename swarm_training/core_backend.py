@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from swarm_training.run.training_run import TrainingRun
 
 _MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
-_SLOW_ROUND_S = 600.0  # the least deadline of a round with local steps, which are for slow lines
 _logger = logging.getLogger(__name__)
 
 
@@ -35,10 +34,11 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
     from swarm_protocol.process.scratch import scratch_directory
     from swarm_training import RunOptions, TrainingRun
     from swarm_training.compression.building import build_compressor, build_encoder
+    from swarm_training.core.config import SLOW_ROUND_S
 
     config = dataclasses.replace(who.config, **dataclasses.asdict(who.address), client_mode=who.client_mode)
     if who.local is not None and not who.averaging.straggler_s:
-        config = dataclasses.replace(config, straggler_s=_SLOW_ROUND_S)
+        config = dataclasses.replace(config, straggler_s=SLOW_ROUND_S)
     if config.checkpoint_every:
         config = dataclasses.replace(config, checkpoint_directory=scratch_directory())
     options = RunOptions(

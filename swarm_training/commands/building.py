@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,8 @@ def build_optimizer(settings: OptimizerSettings, model: nn.Module) -> torch.opti
     return optimizer_by_name(settings.name, groups, lr=settings.rate(0))
 
 
-def build_outer_optimizer(settings: LocalSettings, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_outer_optimizer(settings: LocalSettings, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return torch.optim.SGD(trained, settings.outer_lr, settings.outer_momentum, nesterov=settings.nesterov)
 
 

@@ -325,7 +325,7 @@ def prepare(
     if not file.local.batch_size:
         return TrainingSetup(file, model, optimizer, batches, tokenizer=tokenizer, evaluation=evaluation)
     local = LocalSteps(optimizer, file.local.batch_size)
-    outer = build_outer_optimizer(file.local, model)
+    outer = build_outer_optimizer(file.local, model.parameters())
     return TrainingSetup(file, model, outer, batches, local, tokenizer, evaluation)
 
 

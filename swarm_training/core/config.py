@@ -15,6 +15,7 @@ COUNTINGS = ("samples", "exact")
 CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32
 MAX_WINDOW = 4096  # losses; a joiner receives all of them in one message
 NUM_REPLICAS = 2  # checkpoints of the stage before that a peer keeps
+SLOW_ROUND_S = 600.0  # the least deadline of a round with local steps, which are for slow lines
 _MAX_NAME_CHARS = 200
 _MAX_EVERY = 1 << 40
 _LEAST_POLL_S = 0.1

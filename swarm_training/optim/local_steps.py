@@ -65,9 +65,11 @@ class InnerSteps:
         self._means = [_moved(*pair, share) for pair in zip(self._means, gradients, strict=True)]
         return True
 
-    def step(self) -> int:
-        """Step if the batch is complete. Return the samples of the step; 0: there was none."""
-        if self._samples < self._local.batch_size:
+    def step(self, is_last: bool = False) -> int:
+        """Step if the batch is complete. Return the samples of the step; 0: there was none.
+
+        ``is_last``: whether no more samples follow before the average, so that any number of them makes a step."""
+        if self._samples < (1 if is_last else self._local.batch_size):
             return 0
         pairs = zip(self._parameters, self._means, strict=True)
         set_gradients(self._parameters, [None if mean is None else mean.to(own.dtype) for own, mean in pairs])

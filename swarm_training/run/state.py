@@ -134,13 +134,17 @@ class TrainedState:
             scale = min(1.0, self.max_norm / (sqrt(own) + _CLIP_EPSILON))
         with self._lock:
             self.restore()
-            set_gradients(self.parameters, (self._part_of(gradient, *each, scale) for each in self._spans()))
+            self.set_gradients(gradient, scale)
             self._optimizer.step()
             if self.average_decay:
                 update_averages(self._optimizer, self.parameters, self.average_decay)
             self._share()
             self.moment = replace(self.moment, step=self.step + 1)
             clear_gradients(self.parameters)
+
+    def set_gradients(self, gradient: Tensor, scale: float = 1.0) -> None:
+        """Give each parameter its part of ``gradient``, [length] float32 or float64, times ``scale``."""
+        set_gradients(self.parameters, (self._part_of(gradient, *each, scale) for each in self._spans()))
 
     @staticmethod
     def _part_of(gradient: Tensor, parameter: nn.Parameter, span: tuple[int, int], scale: float) -> Tensor:

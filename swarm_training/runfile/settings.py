@@ -162,7 +162,7 @@ class LocalSettings:
 
     Attributes:
         batch_size: the samples after which a peer takes a step of its own with the optimizer of ``[optimizer]``; 0:
-            peers take no such steps, and average at every step.
+            peers take no such steps, and average at every step. In a run in stages, a multiple of ``micro_batch_size``.
         outer_lr, outer_momentum, nesterov: settings of the SGD that steps with the average of the peers' own steps.
     """
 
@@ -276,10 +276,7 @@ class RunFile:
                 )
             return
         if self.stages.count:
-            raise ValueError(
-                f"count of [stages] is {self.stages.count}: expected 0 with [local], since local steps would give the "
-                "peers of a stage different weights, and these peers must be able to stand in for one another"
-            )
+            self._check_local_stages()
         if rank := self.averaging.power_sgd_rank:
             raise ValueError(
                 f"power_sgd_rank of [averaging] is {rank}: expected 0, since it cannot be combined with [local]"
@@ -307,6 +304,26 @@ class RunFile:
             checkpoints_kept=checkpoints_needed(self.run.checkpoint_every, self.rollback),
             rollback=self.rollback,
         )
+
+    def _check_local_stages(self) -> None:
+        """Raise ValueError for what needs equal weights at the peers of a stage, or knowledge of all stages."""
+        stages = self.stages
+        for name, value, reason in (
+            ("audit_share of [stages]", stages.audit_share, "peers of a stage give different answers between averages"),
+            ("max_norm of [clip]", self.clip.max_norm, "a local step knows the gradient of its own stage alone"),
+            ("every of [evaluation]", self.evaluation.every, "stages leave the weights of an average at once"),
+        ):
+            if value:
+                raise ValueError(f"{name} is {value}: expected 0 with [local] in a run in stages, since {reason}")
+        if self.optimizer.name == "muon":
+            raise ValueError("name of [optimizer] is 'muon': expected another in a run in stages")
+        if self.local.batch_size % stages.micro_batch_size:
+            raise ValueError(
+                f"batch_size of [local] is {self.local.batch_size}: expected a multiple of the micro_batch_size of "
+                f"[stages], which is {stages.micro_batch_size}"
+            )
+        if self.averaging.error_feedback and stages.sums == "fp64":
+            raise ValueError("sums of [stages] is 'fp64': expected fp32 with error_feedback, since fp64 loses nothing")
 
     def _check_evaluation(self) -> None:
         own, data = self.evaluation, self.data

@@ -177,3 +177,35 @@ def test_what_two_stages_have_trained_is_exported_as_one_process_has_it(
         between = load_file(tmp_path / "out" / FILE_NAME)
         assert len(between) == 6 and all(torch.equal(expected.pop(name), each) for name, each in between.items())
     require_equal(tmp_path / "out", expected)
+
+
+def test_a_run_file_with_local_steps_trains_and_is_exported(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replicas average in two bits, with an outer momentum; what is exported is what they all say they have."""
+    monkeypatch.setattr(serving_module, "LOOK_S", 0.5)
+    config = stage_source(parse_run_file(text)).config
+    config.tie_word_embeddings = False
+    config.save_pretrained(tmp_path / "config")
+    text = text.replace('preset = "tiny"', f'name_or_path = "{tmp_path / "config"}"').replace('sums = "fp64"', "")
+    tables = '[averaging]\ncodec = "2bit"\nerror_feedback = true\n[local]\nbatch_size = 2\nouter_momentum = 0.5\n'
+    file, rounds, said = parse_run_file(text + tables), 2, list[str]()
+
+    async def scenario() -> None:
+        async with (
+            asyncio.timeout(LIMIT_S),
+            serving(file, 0, said=said) as address,
+            serving(file, 1, address),
+            serving(file, 1, address),
+        ):
+            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
+            await train_run(file, who, rounds, said.append)
+            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
+
+    asyncio.run(scenario())
+    assert any(line.endswith("after step 2") for line in said) and any("the outer optimizer" in line for line in said)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    stages = [build(file, stage_source(file), index, training_config(file)).stage for index in range(2)]
+    before = {name: each for stage in stages for name, each in zip(stage.names, stage.parameters, strict=True)}
+    for name, parameter in model.named_parameters():
+        assert bool(parameter.isfinite().all()) and not torch.equal(parameter, before[name]), name

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import PeerMoved, PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.bitmap import contains
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
+from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
@@ -114,7 +116,13 @@ class ToySums:
         if (gradient := self._pending.pop((m, trainer), None)) is None:
             return False
         self._sums += gradient
+        self.num_summed += 1
         return True
+
+    def take(self) -> tuple[Tensor, int]:
+        taken = self._sums, self.num_summed
+        ToySums.discard(self)
+        return taken
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -129,7 +137,7 @@ class ToySums:
         self.discard()
 
     def discard(self) -> None:
-        self._sums = torch.zeros(self._length, dtype=torch.float64)
+        self._sums, self.num_summed = torch.zeros(self._length, dtype=torch.float64), 0
 
 
 def optimizer_of(stage: ToyStage) -> torch.optim.Optimizer:
@@ -209,7 +217,7 @@ class SimulatedStagePeer:
 
     def note(self) -> None:
         if self.peer.own.state_digest:
-            self.history[self.state.moment] = [parameter.detach().clone() for parameter in self.stage.parameters]
+            self.history[self.state.moment] = [each.detach().clone() for each in self.state.shared_parameters]
 
     async def held_out_loss(self, moment: Moment) -> tuple[float, int]:
         """Of the last stage, which takes the held-out data through those before it."""
@@ -248,7 +256,18 @@ class SimulatedStagePeer:
 
 
 class StageWorld(World):
-    """Stages of a run, each a run of its own."""
+    """Stages of a run, each a run of its own.
+
+    Attributes:
+        local, outer: the local steps of a peer, if there are any, and the optimizer that steps with their average.
+        sums: makes the sums of a peer.
+        encoder: makes what a peer remembers of the codec's losses.
+    """
+
+    local: Callable[[ToyStage], LocalSteps] | None = None
+    outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = staticmethod(outer_optimizer)
+    sums: Callable[[ToyStage], ToySums] = ToySums
+    encoder: Callable[[], ErrorFeedback | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -282,12 +301,14 @@ class StageWorld(World):
         number = len(self.everybody) if number is None else number
         own, config = identity(number), replace(self.config, lasting_directory=disk)
         stage = ToyStage(index, self.num_stages, self.tied)
+        local = None if self.local is None else self.local(stage)
         state = TrainedState(
             stage.parameters,
-            optimizer_of(stage),
+            optimizer_of(stage) if local is None else self.outer(stage.parameters),
             Plain(),
-            config.common,
+            config.common | ({} if local is None else local.common),
             config.max_norm,
+            drifts=local is not None,
             average_decay=config.average_decay,
         )
         network, board, rng = SimulatedNetwork(self, own.peer_id), self.board(own.peer_id), random.Random(number)
@@ -305,17 +326,17 @@ class StageWorld(World):
             record,
             Environment(network, board, at_once, random.Random(number)),
             state,
-            GradientCompression(Plain()),
+            GradientCompression(Plain(), self.encoder()),
         )
         others = {stage: board for stage in range(self.num_stages) if stage != index}
         mates = {index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
         watch = RunWatch(self.runs, network, others, config.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages if self.replicates else 1, peer, watch, network, at_once)
-        sums = ToySums(stage)
+        sums = self.sums(stage)
         other = self.num_stages - 1 - index
         shared = SharedGradients(other, stage.shared, peer, watch, network, at_once) if stage.shared else None
         stage_peer = StagePeer(
-            OwnStage(index, state, sums), peer, watch, replicas, config.codec, at_once, at_once, shared
+            OwnStage(index, state, sums, local), peer, watch, replicas, config.codec, at_once, at_once, shared
         )
         made = SimulatedStagePeer(self, number, stage, stage_peer, state)
         stage_peer.evaluation.compute_by(made.held_out_loss)

@@ -35,6 +35,7 @@ from swarm_training.core.record import JOINING, Progress
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.service import TrainingService
+from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
@@ -163,6 +164,7 @@ class RunningPeer:
 @dataclass
 class WholeRun:
     """Attributes:
+    local: the micro-batches of a local step; 0: there are none.
     history: by moment, what peers have had, as (name, tensor).
     expelled: peers that have left since others exclude them.
     """
@@ -170,6 +172,7 @@ class WholeRun:
     num_stages: int
     config: TrainingConfig = CONFIG
     model: LlamaConfig = field(default_factory=lambda: MODEL)
+    local: int = 0
     records: dict[str, dict[str, pb.SignedProgress]] = field(default_factory=lambda: defaultdict(dict))
     peers: list[RunningPeer] = field(default_factory=list)
     history: dict[Moment, list[tuple[str, Tensor]]] = field(default_factory=lambda: defaultdict(list))
@@ -195,7 +198,10 @@ class WholeRun:
         own = identity(self._number)
         self._number += 1
         stage, optimizer = stage_of(index, self.num_stages, self.model)
-        state = TrainedState(stage.parameters, optimizer, Plain(), self.config.common, self.config.max_norm)
+        local = LocalSteps(optimizer, self.local) if self.local else None
+        stepping = optimizer if local is None else outer_optimizer(stage.parameters)
+        common, max_norm = self.config.common, self.config.max_norm
+        state = TrainedState(stage.parameters, stepping, Plain(), common, max_norm, drifts=local is not None)
         sums = Accumulator(stage, MICRO_BATCHES, torch.float64, 1 << 24)
         network, thread = GrpcNetwork(ClientCredentials(own)), ThreadPoolExecutor(1)
 
@@ -218,7 +224,8 @@ class WholeRun:
         mates = {index: lambda: [*peer.view().all, *peer.table.heard(now(), {JOINING})]}
         watch = RunWatch(runs, network, others, CONFIG.silence_s, rng, mates)
         replicas = Replicas(index, self.num_stages, peer, watch, network, asyncio.to_thread)
-        life = StagePeer(OwnStage(index, state, sums), peer, watch, replicas, CONFIG.codec, compute, asyncio.to_thread)
+        own_stage = OwnStage(index, state, sums, local)
+        life = StagePeer(own_stage, peer, watch, replicas, self.config.codec, compute, asyncio.to_thread)
         hosted, answers, certificate = HostedStage(computes(stage), life, sums), AnswerLog(), Certificate.generate()
         config = TrainerConfig(forms=WireForms("fp64", "fp64"))
         recomputing = Recomputing(RUN, hosted, lambda: watch.view().stages, network, config, Data.loss_scale)

@@ -12,15 +12,23 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import check_location, locate
 from swarm_protocol.failures import first_line
 from swarm_protocol.process.scratch import scratch_directory
-from swarm_training.commands.building import build_blocks, build_held_out, build_tokenizer, preset_config, scheduled
+from swarm_training.commands.building import (
+    build_blocks,
+    build_held_out,
+    build_outer_optimizer,
+    build_tokenizer,
+    preset_config,
+    scheduled,
+)
 from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import PeerAddress
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import SLOW_ROUND_S, TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.evaluation.policy import MOST_SPARED
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
+from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.engine.accumulator import Accumulator
@@ -41,9 +49,11 @@ class BuiltStage:
     """A stage with its optimizer and gradient sums.
 
     Attributes:
-        state: the stage's parameters and their optimizer; the learning rate follows from the global step.
+        state: the stage's parameters and the optimizer that steps with averages; the learning rate follows from the
+            global step, also that of local steps.
         limits: the limits of what trainers may send.
         memory: a part of a sentence that says what the peer holds.
+        local: the peer's own steps between two averages; None: there are none.
     """
 
     stage: Stage
@@ -51,6 +61,7 @@ class BuiltStage:
     sums: Accumulator
     limits: StageLimits
     memory: str = ""
+    local: LocalSteps | None = None
 
 
 def require_stages(file: RunFile) -> int:
@@ -63,28 +74,32 @@ def require_stages(file: RunFile) -> int:
             "`swarm train export` writes it"
         )
     averaging = file.averaging
-    if averaging.error_feedback or replace(averaging, codec="fp32", straggler_s=0.0) != AveragingSettings():
+    others = replace(averaging, codec="fp32", error_feedback=False, straggler_s=0.0)
+    if others != AveragingSettings() or (averaging.error_feedback and not file.local.batch_size):
         raise ValueError(
-            "a run in stages counts exactly: expected none but `codec` and `straggler_s` under [averaging]"
+            "a run in stages counts exactly: expected none but `codec`, `straggler_s` and, with [local], "
+            "`error_feedback` under [averaging]"
         )
     return file.stages.num_micro_batches(file.run.target_batch_size)
 
 
 def lasting_directory(file: RunFile) -> Path | None:
-    """Return the directory in which this machine keeps the checkpoints of all stages; None: in temporary ones."""
-    run = file.run
-    return Path(run.checkpoints) / run.name / f"{file.stages.count}-stages" if run.checkpoints else None
+    """Return the directory in which this machine keeps the checkpoints of all stages; None: in temporary ones. Those
+    with local steps have another optimizer, hence another directory."""
+    run, suffix = file.run, "-with-local-steps" if file.local.batch_size else ""
+    return Path(run.checkpoints) / run.name / f"{file.stages.count}-stages{suffix}" if run.checkpoints else None
 
 
 def require_same_count(file: RunFile) -> None:
-    """Raise ValueError if there are checkpoints of the run with another number of stages."""
+    """Raise ValueError if there are checkpoints of the run with another number of stages, or with local steps where the
+    run file has none, or without."""
     directory = lasting_directory(file)
     if directory is None or directory.exists():
         return
-    if others := sorted(path.name for path in directory.parent.glob("*-stages")):
+    if others := sorted(path.name for path in directory.parent.glob("*-stages*")):
         raise ValueError(
             f"{directory.parent} has checkpoints of this run in {others[0].replace('-', ' ')}: expected as many as "
-            "`count` under [stages], or another directory as `checkpoints` under [run]"
+            "`count` under [stages], [local] as it was then, or another directory as `checkpoints` under [run]"
         )
 
 
@@ -98,6 +113,7 @@ def training_config(file: RunFile, address: PeerAddress | None = None) -> Traini
         config,
         counting="exact",
         codec=codec,
+        straggler_s=file.averaging.straggler_s or (SLOW_ROUND_S if file.local.batch_size else config.straggler_s),
         presume_gone_s=PRESUME_GONE_S,
         checkpoints_kept=max(config.checkpoints_kept, file.run.keep) if lasting else config.checkpoints_kept,
         checkpoint_directory=None if lasting else scratch_directory(),
@@ -141,24 +157,36 @@ def build(
 ) -> BuiltStage:
     """Build a stage. ``memory_bytes``: the memory that the process may take.
 
-    Raises ValueError if there is no such stage, or no room for it, and as ``build_stage``.
+    Raises ValueError if there is no such stage, or no room for it, or if it cannot take local steps, and as
+    ``build_stage``.
     """
     num_micro_batches = require_stages(file)
     stage = build_stage(source, index, file.stages.count, stage_options(file, device))
+    if file.local.batch_size and stage.shared:
+        raise ValueError(
+            "the model's embeddings are those of its output layer, and there is [local]: expected a model whose output "
+            "layer has weights of its own, since a local step at the first or the last stage knows its own part of "
+            "their gradient alone; presets have such embeddings"
+        )
     settings = file.optimizer
     needs = needs_of(file, stage)
     room = room_of(needs, memory_bytes)
     stage.keep_at_most(room.kept)
     groups = decay_groups(stage.parameters, settings.weight_decay, settings.decay_vectors)
     optimizer = optimizer_by_name(settings.name, groups, lr=settings.rate(0))
-    state = TrainedState(
-        stage.parameters, optimizer, Plain(), config.common, config.max_norm, average_decay=config.average_decay
-    )
+    local: LocalSteps | None = None
+    stepping, common = optimizer, config.common
+    if file.local.batch_size:
+        local = LocalSteps(optimizer, file.local.batch_size // file.stages.micro_batch_size)
+        stepping, common = build_outer_optimizer(file.local, stage.parameters), common | local.common
+    drifts, decay = local is not None, config.average_decay
+    state = TrainedState(stage.parameters, stepping, Plain(), common, config.max_norm, drifts, decay)
     scheduled(optimizer, settings.rate, lambda: state.step)
     dtype = torch.float64 if file.stages.sums == "fp64" else torch.float32
     sums = Accumulator(stage, num_micro_batches, dtype, room.pending)
     num_checkpoints = config.checkpoints_kept + (MOST_SPARED if file.evaluation.every else 0)
-    return BuiltStage(stage, state, sums, StageLimits(max_bytes=room.requests), needs.described(room, num_checkpoints))
+    limits = StageLimits(max_bytes=room.requests)
+    return BuiltStage(stage, state, sums, limits, needs.described(room, num_checkpoints), local)
 
 
 def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
@@ -174,6 +202,8 @@ def needs_of(file: RunFile, stage: Stage) -> StageNeeds:
         num_rooms,
         is_averaged=bool(file.optimizer.average_decay),
         is_shared=bool(stage.shared),
+        local=file.local,
+        keeps_errors=file.averaging.error_feedback,
     )
 
 

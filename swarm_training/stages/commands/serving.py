@@ -17,6 +17,7 @@ import grpc
 
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.machine.heap import HeapTrimmer
+from swarm_training.compression.building import build_encoder
 from swarm_training.contract.backend import Joining
 from swarm_training.core.config import TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
@@ -54,7 +55,7 @@ from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
 from swarm_training.stages.peer.presence import StageOfRun, StagePresence
 from swarm_training.stages.peer.shared import spans_of
-from swarm_training.stages.peer.stage_peer import LOOK_S, StagePeer
+from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
@@ -189,12 +190,12 @@ class _Serving:
             place,
             self.member,
             config,
-            built.state,
-            built.sums,
+            OwnStage(index, built.state, built.sums, built.local),
             partial(self._add_services, built, services),
             shared=spans_of(stage.names, stage.parameters, stage.shared),
             board=self.board,
             look_s=0.0 if self.is_founder else LOOK_S,
+            encoder=build_encoder(self.file.averaging),
         )
         files = CurveFiles(config.lasting_directory, self.file, self.say)
         telling = asyncio.ensure_future(follow_stage(presence.stage_peer, self.file, self.reports, files, self.say))

@@ -45,6 +45,7 @@ class Accumulator:
         self._shapes = [each.shape for each in stage.parameters]
         self._sums = torch.zeros(sum(map(torch.Size.numel, self._shapes)), dtype=dtype)
         self._done: set[int] = set()
+        self._num_summed = 0
         self._pending: dict[Key, list[Tensor]] = {}  # never has a micro-batch that is done
         self._pending_bytes = 0
         self._max_pending_bytes = max_pending_bytes
@@ -55,6 +56,19 @@ class Accumulator:
         """Return a copy of the sums, in the order of the stage's parameters: [elements of all]."""
         with self._lock:
             return self._sums.clone()
+
+    @property
+    def num_summed(self) -> int:
+        """Return the number of micro-batches in the sums: those that are done, without those that were taken."""
+        return self._num_summed  # without the lock, for which an event loop may not wait
+
+    def take(self) -> tuple[Tensor, int]:
+        """Return the sums, [elements of all], and the number of micro-batches in them, and begin new sums. These
+        micro-batches stay done: their gradients do not come again in this step."""
+        with self._lock:
+            taken = self._sums, self._num_summed
+            self._sums, self._num_summed = torch.zeros_like(self._sums), 0
+            return taken
 
     def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:
         """Keep a micro-batch's gradients, one in the shape of each parameter, in place of this trainer's earlier ones.
@@ -95,6 +109,7 @@ class Accumulator:
             if gradients is not None:
                 self._add(gradients)
                 self._done.add(m)
+                self._num_summed += 1
             if m in self._done:
                 self._drop(lambda key: key[0] == m)
             return m in self._done
@@ -148,17 +163,20 @@ class Accumulator:
     def discard(self) -> None:
         """Empty the sums and bits, in the same step; pending gradients may still be committed."""
         with self._lock:
-            self._sums.zero_()
-            self._done.clear()
+            self._empty()
 
     def clear(self, next_step: int) -> None:
         """Empty everything, for another step."""
         with self._lock:
-            self._sums.zero_()
-            self._done.clear()
+            self._empty()
             self._pending.clear()
             self._pending_bytes = 0
             self.step = next_step
+
+    def _empty(self) -> None:
+        self._sums.zero_()
+        self._num_summed = 0
+        self._done.clear()
 
     def _check(self, step: int, m: int) -> None:
         if step != self.step:

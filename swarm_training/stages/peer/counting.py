@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,19 +15,68 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
+from swarm_training.optim.local_steps import InnerSteps, LocalSteps
+from swarm_training.run.state import TrainedState
 
 if TYPE_CHECKING:
     from swarm_training.stages.engine.accumulator import Accumulator
     from swarm_training.stages.engine.stage import StageGradients
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+_logger = logging.getLogger(__name__)
+
+
+class StageDrift:
+    """The drift of a stage's weights by local steps, see ``LocalSteps``. Call all methods in the compute thread.
+
+    The sums have the micro-batches since the last local step. Earlier ones of the round are in the weights.
+    """
+
+    def __init__(self, sums: Accumulator, state: TrainedState, local: LocalSteps) -> None:
+        """Begin without steps. ``local``: its samples are micro-batches."""
+        self._sums, self._state, self._batch_size = sums, state, local.batch_size
+        self._inner = InnerSteps(local, state.parameters)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether there are enough micro-batches for a local step. Any thread may ask."""
+        return self._sums.num_summed >= self._batch_size
+
+    def step(self, is_last: bool = False) -> bool:
+        """Take a local step with the mean gradient of the micro-batches in the sums. A mean that is not finite is left
+        out. Return False if the weights are not finite afterwards: ``withdraw`` must follow.
+
+        ``is_last``: whether the round ends, so that fewer micro-batches than usual make a step too."""
+        if not self._sums.num_summed or not (is_last or self.is_due):
+            return True
+        gradient, num_summed = self._sums.take()
+        self._state.set_gradients(gradient.div_(num_summed))
+        if not self._inner.take(num_summed):
+            _logger.warning("gradients are not finite: %d micro-batches are left out", num_summed)
+            return True
+        self._inner.step(is_last)
+        return all(bool(torch.isfinite(each).all()) for each in self._state.parameters)
+
+    def weighted(self, num_done: int, dtype: torch.dtype) -> Tensor:
+        """Return the drift times the micro-batches of the round, [n]: peers' drifts are averaged with these weights."""
+        return self._state.drift().to(dtype).mul_(num_done)
+
+    def withdraw(self) -> None:
+        """Take all local steps of the round back, and empty the sums."""
+        self._sums.discard()
+        self.forget()
+        self._state.restore()
+
+    def forget(self) -> None:
+        """Discard what the inner optimizer remembers: the weights have been replaced."""
+        self._inner.forget()
 
 
 class Counting:
     """A peer's count of micro-batches. Its methods are for one event loop, except ``add`` and ``clear``.
 
     Attributes:
-        done: the micro-batches in the sums.
+        done: the micro-batches in the sums, or in the weights by local steps.
         changing: the lock that is held while sums or weights change.
     """
 
@@ -36,15 +86,19 @@ class Counting:
         in_thread: InThread,
         counts_elsewhere: Callable[[int], bool],
         on_change: Callable[[], None],
+        drift: StageDrift | None = None,
+        compute: InThread | None = None,
     ) -> None:
         """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
-        its record. ``on_change``: called when ``done`` has grown, or an answer is not finite."""
+        its record. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
+        weights, if there are local steps. ``compute``: calls a function in the compute thread; given with ``drift``."""
         self.done: frozenset[int] = frozenset()
         self.changing = asyncio.Lock()
         self._sums = sums
         self._in_thread = in_thread
         self._counts_elsewhere = counts_elsewhere
         self._on_change = on_change
+        self._drift, self._compute = drift, compute or in_thread
         self._losses = _Losses()
         self._is_not_finite = False
         self._is_closed = False
@@ -104,15 +158,33 @@ class Counting:
         self._is_not_finite = True
         self._on_change()
 
-    async def discard(self) -> None:
-        """Empty the sums."""
-        async with self.changing:
-            await self._in_thread(self._sums.discard)
-            self.done = frozenset()
+    async def step_locally(self) -> None:
+        """Take a local step, if there are such steps and one is due. If it fails, what counts here is discarded, and
+        other peers compute it again."""
+        if self._drift is not None and self._drift.is_due and not await self._compute(self._drift.step):
+            _logger.warning(
+                "a local step led to weights that are not finite: %d micro-batches are given up", len(self.done)
+            )
+            await self.discard()
 
-    def clear(self, step: int) -> None:
-        """Empty the sums and what is pending, for another step. The caller holds ``changing``, and sets ``done``."""
+    async def discard(self) -> None:
+        """Empty the sums, and take local steps back."""
+        async with self.changing:
+            await self._discard()
+
+    async def _discard(self) -> None:
+        if self._drift is None:
+            await self._in_thread(self._sums.discard)
+        else:
+            await self._compute(self._drift.withdraw)
+        self.done = frozenset()
+
+    def clear(self, step: int, is_next: bool = False) -> None:
+        """Empty the sums and what is pending, for another step. The caller holds ``changing``, and sets ``done``.
+        ``is_next``: whether the weights are those after a step, and not those of another state."""
         self._sums.clear(step)
+        if self._drift is not None and not is_next:
+            self._drift.forget()
         self._losses.clear()
         self._is_not_finite = False
 
@@ -126,9 +198,16 @@ class Counting:
             self._is_closed = False
 
     async def vector(self, dtype: torch.dtype) -> Tensor:
-        """Return the sums, [n] in this dtype."""
+        """Return the sums, [n] in this dtype. With local steps, return the drift times the number of micro-batches,
+        after a last local step with those that are left."""
         async with self.changing:
-            vector: Tensor = await self._in_thread(lambda: self._sums.sums.to(dtype))
+            vector: Tensor
+            if self._drift is not None:
+                if await self._compute(partial(self._drift.step, is_last=True)):
+                    vector = await self._compute(partial(self._drift.weighted, len(self.done), dtype))
+                    return vector
+                await self._discard()
+            vector = await self._in_thread(lambda: self._sums.sums.to(dtype))
             return vector
 
     def loss(self) -> tuple[float, int]:

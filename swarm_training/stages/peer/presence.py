@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import grpc
 
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.compressor import Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING
 from swarm_training.net.channels import GrpcNetwork
@@ -26,15 +26,11 @@ from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import joining_record, ledger_of
 from swarm_training.run.standing import now
-from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.shared import SharedGradients, Spans
 from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.run_stages import stage_run
-
-if TYPE_CHECKING:
-    from swarm_training.stages.engine.accumulator import Accumulator
 
 AddServices = Callable[[grpc.aio.Server, StagePeer, GrpcNetwork], None]
 _ORDERS_S = 5.0  # orders stay on the DHT for a minute
@@ -80,12 +76,12 @@ class StagePresence:
         where: StageOfRun,
         member: RunMembership,
         config: TrainingConfig,
-        state: TrainedState,
-        sums: Accumulator,
+        stage: OwnStage,
         add_services: AddServices = lambda server, peer, network: None,
         shared: Spans = (),
         board: DhtPeerRegistry | None = None,
         look_s: float | None = None,
+        encoder: ErrorFeedback | None = None,
     ) -> StagePresence:
         """Join the stage, or found it (see ``StagePeer.join``), and return when the peer works.
 
@@ -93,7 +89,7 @@ class StagePresence:
         Before the peer has joined, they must answer with an error. ``shared``: where parameters that the first and the
         last stage both have are in the vector of gradients, see ``spans_of``. ``board``: a board of any run, on a DHT
         node that outlives the peer's presence; None: the peer has a node of its own. ``look_s``: the time to look for
-        mates before the peer founds the stage.
+        mates before the peer founds the stage. ``encoder``: the memory of what the codec loses, if it has one.
 
         Raises:
             ValueError: nothing can be trained so, or the other peers train another model.
@@ -110,17 +106,16 @@ class StagePresence:
             resources.callback(thread.shutdown, wait=False, cancel_futures=True)
             board, network = await member.connect(run, config, resources, host, board)
             board = board.beside(run, where.run)
-            record = joining_record(run, size, member, config, state)
+            record = joining_record(run, size, member, config, stage.state)
             environment = Environment(network, board, asyncio.to_thread, random.Random())
-            compression, orders = GradientCompression(Plain()), member.orders(where.run)
-            peer = TrainingPeer(config, member, record, environment, state, compression, orders, ledger)
+            compression, orders = GradientCompression(Plain(), encoder), member.orders(where.run)
+            peer = TrainingPeer(config, member, record, environment, stage.state, compression, orders, ledger)
             watch = _watch_beside(peer, where, network, board, config.silence_s)
             replicas = Replicas(where.index, where.num_stages, peer, watch, network, asyncio.to_thread)
             compute = partial(asyncio.get_running_loop().run_in_executor, thread)
             other = where.num_stages - 1 - where.index
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
-            own_stage = OwnStage(where.index, state, sums)
-            stage_peer = StagePeer(own_stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
+            stage_peer = StagePeer(stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
 
             def add_all(to: grpc.aio.Server) -> None:
                 TrainingService(peer, member.control).add_to(to)

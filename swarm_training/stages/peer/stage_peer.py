@@ -22,12 +22,13 @@ from swarm_training.core.bitmap import contains
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING
 from swarm_training.meeting.attending import Averaged, WentBack
+from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.progress import policy
 from swarm_training.progress.table import ProgressTable
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.counting import Counting, InThread
+from swarm_training.stages.peer.counting import Counting, InThread, StageDrift
 from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.resuming import ResumedState, Resuming
@@ -48,11 +49,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnStage:
-    """The stage that a peer trains: its number, its trained state, and the sums of its gradients."""
+    """The stage that a peer trains: its number, its trained state, and the sums of its gradients.
+
+    Attributes:
+        local: the steps that the peer takes between two averages, whose samples are micro-batches; None: there are
+            none. The state drifts with them.
+    """
 
     index: int
     state: TrainedState
     sums: Accumulator
+    local: LocalSteps | None = None
 
 
 class StagePeer:
@@ -61,6 +68,9 @@ class StagePeer:
     A stage may lose all of its peers, or all that hold the average with which other stages have stepped. The peers that
     are left, or come next, then begin at the newest checkpoint after one more rollback. The other stages go back to
     their checkpoints of that step.
+
+    With local steps, peers of a stage have weights of their own between two averages. They are again the same, bit for
+    bit, at each step of the run. A lost peer's local steps are lost with it, as sums of gradients are.
 
     Attributes:
         index: the number of the stage.
@@ -84,7 +94,7 @@ class StagePeer:
     ) -> None:
         """Set up the peer. ``codec``: the codec of the averaging. ``compute``: calls a function in the compute thread;
         no other thread computes with the weights. ``in_thread``: calls a function that takes long in any other thread.
-        ``shared``: given if another stage has some of the parameters too."""
+        ``shared``: given if another stage has some of the parameters too; not with local steps."""
         self.index = stage.index
         self.peer = peer
         self.watch = watch
@@ -96,7 +106,11 @@ class StagePeer:
         self._stranded_s: float | None = None  # the time since which the stage is stranded
         self._state = stage.state
         self._news = asyncio.Event()
-        self.counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set)
+        local = stage.local
+        # A local step knows the gradient of its own stage alone, and replaces the weights that an evaluation needs.
+        assert local is None or not (shared or stage.state.max_norm or peer.evaluator.policy.every)
+        drift = None if local is None else StageDrift(stage.sums, stage.state, local)
+        self.counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set, drift, compute)
         self._dtype = codec_of(codec).dtype
         self._compute = compute
         self._in_thread = in_thread
@@ -319,6 +333,7 @@ class StagePeer:
         else:
             self.counting.drop_moot()
             await self._report()
+            await self.counting.step_locally()
             await self._follow_evaluations()
             if not self.evaluation.is_awaited and await self.peer.is_due():
                 self._is_averaging = True
@@ -453,7 +468,7 @@ class StagePeer:
         self, averaged: Averaged, gradient: Tensor, squared_norm: float | None, loss: float, loss_samples: int
     ) -> None:
         num_counted = len(self.counting.done)
-        digest = await self._take_over(partial(self._state.apply, gradient, squared_norm))
+        digest = await self._take_over(partial(self._state.apply, gradient, squared_norm), is_next=True)
         self.num_counted = num_counted
         await self._compute(partial(self.peer.keep, digest))
         await self.peer.stepped(averaged, digest, loss, loss_samples, squared_norm)
@@ -517,12 +532,13 @@ class StagePeer:
         self.peer.show_kept()
         return True
 
-    async def _take_over(self, change: Callable[[], None]) -> bytes:
-        """Change the state in the compute thread, and return its digest. The sums of the older state are dropped."""
+    async def _take_over(self, change: Callable[[], None], is_next: bool = False) -> bytes:
+        """Change the state in the compute thread, and return its digest. The sums of the older state are dropped.
+        ``is_next``: see ``Counting.clear``."""
 
         def changed() -> bytes:
             change()
-            self.counting.clear(self._state.step)
+            self.counting.clear(self._state.step, is_next)
             return self._state.digest()
 
         async with self.counting.changing:

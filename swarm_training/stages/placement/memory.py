@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm_protocol.wire.constants import MIB
 from swarm_training.core.config import NUM_REPLICAS
 from swarm_training.runfile.memory import PROCESS_BYTES, STATE_BYTES, WEIGHT_BYTES, listed, mib, total
+from swarm_training.runfile.settings import LocalSettings
 
 _MOST_PENDING, _FEWEST_PENDING = 16, 2  # micro-batches, if no memory limit is given
 _MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 384 * MIB, 512 * MIB, 1024 * MIB
@@ -25,6 +26,8 @@ class StageNeeds:
         num_rooms: the number of rooms for requests; auditors have another one.
         is_averaged: whether the optimizer's state has the moving average of the weights.
         is_shared: whether another stage has some of the parameters, so that a sum of both averages is needed.
+        local: the settings of local steps.
+        keeps_errors: whether what the codec loses is kept for the next average.
     """
 
     num_trained: int
@@ -35,11 +38,15 @@ class StageNeeds:
     num_rooms: int = 1
     is_averaged: bool = False
     is_shared: bool = False
+    local: LocalSettings = field(default_factory=LocalSettings)
+    keeps_errors: bool = False
 
     @property
     def resting_bytes(self) -> float:
-        """Return the bytes per parameter at rest: weight, optimizer states, sum, and the last average's result."""
-        return self._state_bytes + 2 * self._sum_bytes
+        """Return the bytes per parameter at rest: weight, optimizer states, sum, and the last average's result. With
+        local steps, also the shared weight and the states of the inner optimizer."""
+        inner = WEIGHT_BYTES + STATE_BYTES[self.optimizer] if self.local.batch_size else 0
+        return self._state_bytes + 2 * self._sum_bytes + inner + self._error_bytes
 
     @property
     def stepping_bytes(self) -> float:
@@ -58,7 +65,19 @@ class StageNeeds:
 
     @property
     def _state_bytes(self) -> float:
-        return WEIGHT_BYTES + STATE_BYTES[self.optimizer] + (WEIGHT_BYTES if self.is_averaged else 0)
+        return WEIGHT_BYTES + self._stepping_state_bytes + (WEIGHT_BYTES if self.is_averaged else 0)
+
+    @property
+    def _stepping_state_bytes(self) -> float:
+        """Return the bytes per parameter of the states of the optimizer that steps with averages."""
+        if self.local.batch_size:
+            return WEIGHT_BYTES if self.local.outer_momentum else 0
+        return STATE_BYTES[self.optimizer]
+
+    @property
+    def _error_bytes(self) -> int:
+        """Return the bytes per parameter of the errors of parts and means, also for the average that has not ended."""
+        return 4 * WEIGHT_BYTES if self.keeps_errors else 0
 
     @property
     def _sum_bytes(self) -> int:
@@ -67,12 +86,15 @@ class StageNeeds:
     def described(self, room: StageRoom, num_checkpoints: int) -> str:
         """Return what the peer holds in memory and on disk, as a part of a sentence. ``num_checkpoints``: those of its
         stage at most."""
-        trained = self.num_trained
+        trained, is_local = self.num_trained, bool(self.local.batch_size)
         parts = {
             "weights": WEIGHT_BYTES * trained + self.other_bytes,
             "optimizer": int(STATE_BYTES[self.optimizer] * trained),
+            "the weights that all share": WEIGHT_BYTES * trained if is_local else 0,
+            "the outer optimizer": int(self._stepping_state_bytes * trained) if is_local else 0,
             "average of the weights": WEIGHT_BYTES * trained if self.is_averaged else 0,
             "gradients": self._sum_bytes * trained,
+            "errors of encoding": self._error_bytes * trained,
             "last result": self._sum_bytes * trained,
             "pending gradients": room.pending,
             "activations": room.kept,

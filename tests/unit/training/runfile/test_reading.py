@@ -98,8 +98,36 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
             r"batch_size of \[local\] is 1025: expected at most .* \[run\], which is 1024",
         ),
         (
-            text(local="batch_size = 8", stages="count = 2"),
-            r"count of \[stages\] is 2: expected 0 with \[local\], since local steps would give the peers of a",
+            text(local="batch_size = 8", stages="count = 2\naudit_share = 0.1"),
+            r"audit_share of \[stages\] is 0.1: expected 0 with \[local\] in a run in stages, since peers of",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 2", clip="max_norm = 1"),
+            r"max_norm of \[clip\] is 1.0: expected 0 with \[local\] in a run in stages, since a local step knows",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 2", evaluation='every = 5\nsource = "x"'),
+            r"every of \[evaluation\] is 5: expected 0 with \[local\] in a run in stages, since stages leave",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 2", optimizer='name = "muon"\nlr = 1'),
+            r"name of \[optimizer\] is 'muon': expected another in a run in stages",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 2\nmicro_batch_size = 16"),
+            r"batch_size of \[local\] is 8: expected a multiple of the micro_batch_size of \[stages\], which is 16",
+        ),
+        (
+            text(
+                local="batch_size = 8",
+                stages='count = 2\nsums = "fp64"',
+                averaging='codec = "int8"\nerror_feedback = true',
+            ),
+            r"sums of \[stages\] is 'fp64': expected fp32 with error_feedback, since fp64 loses nothing",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 2", averaging="power_sgd_rank = 4"),
+            r"power_sgd_rank of \[averaging\] is 4: expected 0, since it cannot be combined with \[local\]",
         ),
         (
             text(local="batch_size = 8", averaging="power_sgd_rank = 4"),
@@ -130,6 +158,11 @@ def test_mistakes_are_named(content: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason) as refusal:
         read_run_file(path)
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_stages_may_take_local_steps() -> None:
+    found = parse_run_file(text(local="batch_size = 8", stages="count = 2\nmicro_batch_size = 4"))
+    assert (found.local.batch_size, found.stages.count) == (8, 2)
 
 
 def test_a_file_that_is_not_there_or_too_large_is_named(tmp_path: Path) -> None:

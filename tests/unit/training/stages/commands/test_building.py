@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.wire.constants import MIB
 from swarm_training.runfile.reading import parse_run_file
+from swarm_training.runfile.settings import LocalSettings
 from swarm_training.stages.commands.building import build, needs_of, stage_source, training_config
+from swarm_training.stages.engine.settings import Scratch
 from tests.unit.training.stages.commands.test_command_line import TEXT
 
 FILE = parse_run_file(TEXT.replace("nowhere", DEFAULT_MODEL))
@@ -28,3 +32,22 @@ def test_what_a_stage_keeps_fits_into_the_memory_that_it_is_given() -> None:
     bound = build(FILE, source, 1, config, memory_bytes=least + 2 * gradient)
     assert bound.sums._max_pending_bytes == gradient and gradient // 2 <= bound.stage._kept.max_bytes <= gradient
     assert bound.limits.max_bytes >= needs.request_bytes
+
+
+def test_local_steps_have_the_optimizer_of_the_run_and_averages_an_outer_one() -> None:
+    file = replace(FILE, local=LocalSettings(8, 0.7, 0.9, nesterov=True))
+    config, tied = training_config(file), stage_source(file)
+    assert isinstance(tied, Scratch)
+    with pytest.raises(ValueError, match="expected a model whose output layer has weights of its own"):
+        build(file, tied, 0, config)
+    source = Scratch(copy.deepcopy(tied.config), tied.seed)
+    source.config.tie_word_embeddings = False
+    made, plain = build(file, source, 0, config), build(FILE, source, 0, training_config(FILE))
+    assert made.local is not None and plain.local is None
+    assert isinstance(made.local.inner, torch.optim.AdamW) and made.local.batch_size == 2  # micro-batches of 4 samples
+    assert made.state.optimizer_name == "SGD" and plain.state.optimizer_name == "AdamW"
+    assert made.state.model_digest != plain.state.model_digest
+    with torch.no_grad():
+        made.stage.parameters[0].add_(1.0)
+    assert bool(made.state.drift().any()) and not plain.state.drift().any()
+    assert "the weights that all share" in made.memory and "the outer optimizer" in made.memory

@@ -10,7 +10,7 @@ import pytest
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.runfile.settings import ClipSettings, RunFile, TokenSettings
+from swarm_training.runfile.settings import ClipSettings, LocalSettings, RunFile, TokenSettings
 from swarm_training.runfile.stage_settings import WIRE_FORMS, StageSettings
 from swarm_training.stages.command_line import main
 from swarm_training.stages.commands.building import (
@@ -124,6 +124,24 @@ def test_what_counts_exactly_cannot_be_compressed_with_memory_nor_copied_to_the_
         require_stages(replace(settings(), run=replace(settings().run, hub="ada/run")))
     with pytest.raises(ValueError, match="cannot be streamed"):
         build_micro_batches(replace(settings(), data=replace(settings().data, streaming=True)))
+
+
+def local(**stages: object) -> RunFile:
+    return replace(settings(**stages), local=LocalSettings(batch_size=8))
+
+
+def test_what_local_steps_change_of_a_run_in_stages(tmp_path: Path) -> None:
+    averaging = AveragingSettings(codec="2bit", error_feedback=True)
+    assert require_stages(replace(local(), averaging=averaging)) == 3
+    with pytest.raises(ValueError, match=r"none but `codec`, `straggler_s` and, with \[local\], `error_feedback`"):
+        require_stages(replace(local(), averaging=AveragingSettings(delay=True)))
+    assert training_config(settings()).straggler_s == 5 and training_config(local()).straggler_s == 600
+    assert training_config(replace(local(), averaging=AveragingSettings(straggler_s=7))).straggler_s == 7
+    file = replace(local(), run=replace(settings().run, checkpoints=str(tmp_path)))
+    assert training_config(file).lasting_directory == tmp_path / "toy" / "2-stages-with-local-steps"
+    (tmp_path / "toy" / "2-stages").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"of this run in 2 stages: .* \[local\] as it was then, or another directory"):
+        require_same_count(file)
 
 
 def test_some_runs_cannot_be_served_by_their_stages() -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
+from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
+from swarm_training.run.state import TrainedState
 from swarm_training.stages.engine.accumulator import Accumulator
-from swarm_training.stages.peer.counting import Counting
+from swarm_training.stages.peer.counting import Counting, StageDrift
 from tests.worlds.virtual_time import at_once
 
 
@@ -115,3 +117,73 @@ async def test_nothing_is_pending_of_what_counts_elsewhere() -> None:
         assert sums.waiting == {1, 2}
     made.drop_moot()
     assert sums.waiting == {2} and made.done == frozenset()
+
+
+@dataclass
+class Local:
+    """A peer with local steps of two micro-batches."""
+
+    lr: float = 0.5
+    weights: Weights = field(default_factory=Weights)
+
+    def __post_init__(self) -> None:
+        parameters = self.weights.parameters
+        self.state = TrainedState(parameters, outer_optimizer(parameters), drifts=True)
+        self.sums = Accumulator(self.weights, 8, torch.float64, 1 << 20)
+        self.inner = torch.optim.SGD(parameters, self.lr, momentum=0.5)
+        drift = StageDrift(self.sums, self.state, LocalSteps(self.inner, 2))
+        self.counting = Counting(self.sums, at_once, frozenset().__contains__, lambda: None, drift, at_once)
+
+    async def take(self, m: int, value: float) -> None:
+        self.counting.add(0, m, "one", Gradient(value))
+        assert await self.counting.commit(0, m, "one")
+        await self.counting.step_locally()
+
+    @property
+    def weight(self) -> float:
+        return float(self.weights.parameters[0][0, 0].detach())
+
+
+async def test_local_steps_are_taken_as_batches_become_complete_and_with_what_is_left_at_the_end() -> None:
+    made = Local()
+    for m, (value, expected) in enumerate([(1.0, 0.0), (3.0, -1.0), (8.0, -1.0)]):
+        await made.take(m, value)
+        assert made.weight == expected
+    # Momentum: 8 + 0.5 * 2. Then the drift 1 + 4.5, of three micro-batches.
+    assert (await made.counting.vector(torch.float64)).tolist() == [3 * 5.5] * 6
+    assert (await made.counting.vector(torch.float32)).tolist() == [3 * 5.5] * 6  # again, after a failed meeting
+    assert made.weight == -5.5 and made.counting.done == {0, 1, 2}
+    assert not made.sums.commit(0, 3, "one") and made.sums.commit(0, 0, "one")  # what was taken stays done
+
+
+async def test_what_is_given_up_is_taken_back_and_a_step_of_the_run_keeps_the_inner_state() -> None:
+    made = Local()
+    for m in range(3):
+        await made.take(m, 1.0)
+    await made.counting.discard()
+    assert (made.weight, made.counting.done, made.sums.num_summed) == (0.0, frozenset(), 0) and not made.inner.state
+    for m in range(2):
+        await made.take(m, 1.0)
+    vector = await made.counting.vector(torch.float32)
+    made.state.apply(vector / 2)
+    made.counting.clear(1, is_next=True)
+    assert made.weight == -0.5 and made.inner.state and made.sums.num_summed == 0
+    made.counting.clear(1)
+    assert not made.inner.state
+
+
+@pytest.mark.parametrize("value", [inf, nan])
+async def test_a_gradient_that_is_not_finite_moves_nothing(value: float) -> None:
+    made = Local()
+    for m, each in enumerate([value, 1.0, 1.0, 1.0]):
+        await made.take(m, each)
+    assert made.weight == -0.5 and made.counting.done == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("num_taken", [1, 2])
+async def test_a_step_to_weights_that_are_not_finite_is_taken_back_with_all_that_counts_here(num_taken: int) -> None:
+    made = Local(lr=1e38)
+    for m in range(num_taken):
+        await made.take(m, 100.0)
+    assert not (await made.counting.vector(torch.float32)).any()
+    assert (made.weight, made.counting.done, made.sums.num_summed) == (0.0, frozenset(), 0)

@@ -32,6 +32,7 @@ from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, resuming, watch
 from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
+from swarm_training.stages.peer.stage_peer import OwnStage
 from tests.marks import SLOW
 from tests.unit.support import until
 from tests.worlds.identities import identity
@@ -61,7 +62,8 @@ async def enter(
     config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk, checkpoint_every=1, checkpoints_kept=11)
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
     where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
-    return await StagePresence.enter(where, member, config, state, ToySums(stage), board=board, look_s=LOOK_S), stage
+    own = OwnStage(index, state, ToySums(stage))
+    return await StagePresence.enter(where, member, config, own, board=board, look_s=LOOK_S), stage
 
 
 def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> RunMembership:

@@ -9,6 +9,7 @@ import pytest
 
 from swarm_protocol.wire.constants import MIB
 from swarm_training.runfile.memory import PROCESS_BYTES
+from swarm_training.runfile.settings import LocalSettings
 from swarm_training.stages.placement.memory import StageNeeds, StageRoom, room_of
 
 NEEDS = StageNeeds(num_trained=40 << 20, other_bytes=0, optimizer="adamw", sums="fp32", request_bytes=8 * MIB)
@@ -31,6 +32,20 @@ def test_bytes_per_parameter(optimizer: str, sums: str, expected: tuple[float, .
     assert replace(needs, is_shared=True).stepping_bytes == pytest.approx(expected[1] + 4)
     more = replace(needs, num_trained=2 * needs.num_trained, other_bytes=100)
     assert more.needed_bytes - needs.needed_bytes - 100 == pytest.approx(needs.num_trained * expected[-1], abs=2)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "keeps_errors", "expected"), [(0.0, False, (24, 32)), (0.9, False, (28, 36)), (0.0, True, (40, 48))]
+)
+def test_bytes_per_parameter_with_local_steps(momentum: float, keeps_errors: bool, expected: tuple[float, ...]) -> None:
+    """Beside the inner optimizer's states there are the shared weight, and in checkpoints only the outer one's."""
+    local = LocalSettings(batch_size=8, outer_momentum=momentum)
+    needs = replace(NEEDS, local=local, keeps_errors=keeps_errors)
+    assert (needs.resting_bytes, needs.stepping_bytes) == expected
+    said = needs.described(room_of(needs, 16384 * MIB), 3)
+    checkpoint = 320 if momentum else 160
+    assert f"the weights that all share 160MiB{', the outer optimizer 160MiB' if momentum else ''}" in said
+    assert f"3 checkpoints of {checkpoint}MiB each" in said and ("errors of encoding 640MiB" in said) == keeps_errors
 
 
 def test_without_a_limit_as_much_is_kept_as_is_of_use() -> None:

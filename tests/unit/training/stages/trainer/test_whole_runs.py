@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 
 import pytest
 import torch
@@ -61,6 +61,35 @@ async def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_n
         require_equal(run, reports, steps)
         announced = [[peer.life.peer.own.samples_per_s for peer in run.of_stage(index)] for index in range(3)]
         assert all(any(speed > 0 for speed in stage) for stage in announced)
+
+
+@pytest.mark.parametrize(("steps", "kills"), [(4, 2), pytest.param(12, 10, marks=SLOW)])
+async def test_replicas_with_local_steps_have_the_same_weights_after_each_round(steps: int, kills: int) -> None:
+    """Real stages, threads and lines: what a micro-batch finds on its way follows from chance."""
+    config = replace(CONFIG, codec="int8")
+    async with asyncio.timeout(LIMIT_S), WholeRun.running(2, 2, config=config, local=2) as run:
+        await run.until(lambda: all(peer.moment is not None for peer in run.peers))
+        reports: list[StepReport] = []
+        training = asyncio.ensure_future(run.train(steps, reports))
+        churning = asyncio.ensure_future(run.churn(random.Random(kills), kills))
+        drifted = False
+
+        def is_over() -> bool:
+            nonlocal drifted
+            drifted |= any(bool(peer.life._state.drift().any()) for peer in run.peers)
+            return training.done()
+
+        await run.until(is_over)
+        training.result()
+        churning.cancel()
+        assert drifted and {moment.step for moment in run.history} >= set(range(1, steps + 1))
+        num_compared = 0
+        for moment, found in run.history.items():
+            first = dict(reversed(found))
+            assert all(torch.equal(tensor, first[name]) for name, tensor in found), moment
+            num_compared += len(found) - len(first)  # 0 at a step that only one peer of each stage has lived to take
+        assert num_compared
+        assert all(isfinite(report.loss) for report in reports if report.loss is not None)
 
 
 async def test_who_joins_at_a_checkpoint_says_that_it_keeps_it() -> None:
