@@ -1,4 +1,4 @@
-"""What a GPU does, in one command of at most 12 minutes: tests, steps, prefill, sessions, start, memory, a profile.
+"""What a GPU does, in one command of at most 12 minutes: tests, steps, prefill, formats, sessions, memory, a profile.
 
     python benchmarks/gpu_report.py --json gpu-report.json            # make gpu-report
     python benchmarks/gpu_report.py --json gpu-report.json            # again: goes on with the parts that are missing
@@ -40,7 +40,7 @@ from transformers import AutoModel
 
 from swarm_client import DistributedModel
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.quantization import quantize_
+from swarm_models.quantization import quantize_, require_device
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.blocks.blocks import load_blocks
@@ -52,6 +52,7 @@ from swarm_server.kv.kv_transfer import Stored
 ROOT = Path(__file__).parents[1]
 TOTAL_S = 12 * 60.0
 ROWS, CONTEXTS = (1, 8, 16, 64, 256), (64, 1024)
+FORMATS = ("none", "int8", "fp8")  # none: 16 bits
 LENGTHS = (128, 512, 2048)
 SESSIONS, NEW_TOKENS, PROMPT = (1, 8, 32, 128), 32, 16
 MOST_CLIENTS = 12  # processes
@@ -136,7 +137,7 @@ class Device:
 
     @property
     def weight_bytes(self) -> float:
-        return self.weights * {"int8": 1, "int4": 0.5}.get(self.args.quant, self.dtype.itemsize)
+        return self.weights * {"int8": 1, "int4": 0.5, "fp8": 1}.get(self.args.quant, self.dtype.itemsize)
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -232,6 +233,28 @@ def prefill_rows(device: Device) -> Rows:
             beside_s = device.seconds(lambda model=model, hidden=hidden: model(inputs_embeds=hidden, use_cache=True), 5)
         name, rates = f"prefill, {length} positions, beside transformers", (length / measured_s, length / beside_s)
         yield json_row(name, rates[0], 1.0, beside=rates[1], ratio=rates[0] / rates[1], unit="tokens/s")
+
+
+def format_rows(device: Device) -> Rows:
+    """Steps of the fewest and of the most rows, and the longest prompt, in each format that the device has."""
+    args = device.args
+    for quant in FORMATS:
+        try:
+            require_device(quant, device.device)
+        except ValueError as refusal:
+            yield json_row(f"{quant} is refused", 0.0, unit="steps", message=str(refusal))
+            continue
+        other = Device(argparse.Namespace(**vars(args) | {"quant": quant}))
+        for num_rows, context in ((min(args.rows), min(args.contexts)), (max(args.rows), min(args.contexts))):
+            sessions = other.opened(num_rows, context)
+            measured_s = other.seconds(lambda: other.step(sessions, context))  # noqa: B023
+            other.close(sessions)
+            yield json_row(f"{quant}: step, {num_rows} rows, {context} positions", measured_s * 1e3, unit="ms")
+        (session,) = other.opened(1, 1)
+        length = max(args.lengths)
+        measured_s = other.seconds(lambda: other.step([session], 0, length), 5)  # noqa: B023
+        other.close([session])
+        yield json_row(f"{quant}: prefill, {length} positions", measured_s * 1e3, unit="ms")
 
 
 def local_model(device: Device) -> torch.nn.Module:
@@ -335,6 +358,7 @@ PARTS: dict[str, Callable[[Device], Rows]] = {  # in the order of their value
     "tests": test_rows,
     "steps": step_rows,
     "prefill": prefill_rows,
+    "formats": format_rows,
     "sessions": session_rows,
     "memory": memory_rows,
     "profile": profile_rows,
@@ -419,7 +443,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="bench-8b-quarter", choices=SHAPES)
     parser.add_argument("--models", type=Path, default=DEFAULT_OUTPUT, help="directory of the checkpoints")
-    parser.add_argument("--quant", default="int8", choices=("none", "int8", "int4"))
+    parser.add_argument("--quant", default="int8", choices=("none", "int8", "int4", "fp8"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--seconds", type=float, default=TOTAL_S, help="for all parts; none begins later")

@@ -6,11 +6,11 @@
     python benchmarks/quality.py --model smollm2 --calibrated    # rounded by "swarm quantize" first
 
 The text is Python documentation that the shipped model was not trained on. Blocks are loaded and quantised as a server
-does, and computed with in this process; embeddings and head are in float32. A greedy token agrees if the quantised
-model finds the same token most likely after the same text. Weights are packed in a format by rounding to the nearest,
-and compared with their own dequantised ones. A calibrated model is compared with the one that it is made of. For types
-of GGUF, whose readers have tests of their own, the dequantised weights are stored. A matrix whose rows the blocks of a
-type do not divide is in the type that llama.cpp takes instead.
+does, and computed with in this process; embeddings and head are in float32. What GPUs compute in fp8 is emulated. A
+greedy token agrees if the quantised model finds the same token most likely after the same text. Weights are packed in a
+format by rounding to the nearest, and compared with their own dequantised ones. A calibrated model is compared with the
+one that it is made of. For types of GGUF, whose readers have tests of their own, the dequantised weights are stored. A
+matrix whose rows the blocks of a type do not divide is in the type that llama.cpp takes instead.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from tests import published
 
 WINDOW = 256  # tokens that are predicted from one another
 CPU = torch.device("cpu")
-QUANTS = ("int8", "int4")
-PERPLEXITY = {"int8": 1.001, "int4": 1.05}  # beside float32, at most
+QUANTS = ("int8", "int4", "fp8")
+PERPLEXITY = {"int8": 1.001, "int4": 1.05, "fp8": 1.02}  # beside float32, at most
 BITS = {"int4": 5.0}  # for each quantised weight, with scales, at most
 GGUF_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"),  # that the package gguf can write
@@ -143,7 +143,7 @@ def load(path: Path, quant: str) -> tuple[PreTrainedModel, Report, float]:
 
     def transform(block: torch.nn.Module, index: int) -> None:
         nonlocal report
-        report += quantize_(block, quant, CPU, torch.float32, eight_bits=layers.eight_bits(index))
+        report += quantize_(block, quant, CPU, torch.float32, eight_bits=layers.eight_bits(index), emulated=True)
 
     start = time.perf_counter()
     stack = load_blocks(checkpoint, family.all_blocks, transform=transform, layers=layers)

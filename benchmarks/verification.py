@@ -2,8 +2,9 @@
 
 Honest servers compute the same spans of the same models over the same inputs: float32, bfloat16, int8 by fbgemm with
 the instructions of this machine, with those of AVX2 (in a process of its own), int8 on plain tensors, and LLM.int8() in
-float32 and bfloat16, as on GPUs; int4 with the kernel and without. Every pair is compared as checks do, and over probes
-as evidence is judged. An honest pair must stay below 1, a lie must come out above.
+float32 and bfloat16, as on GPUs; int4 with the kernel and without; fp8 in float32 and bfloat16, as on GPUs. Every pair
+is compared as checks do, and over probes as evidence is judged. An honest pair must stay below 1, a lie must come out
+above.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ AVX2 = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
-HERE = ("fp32", "bf16", "int8", "int8-plain", "llm-int8", "llm-int8-bf16", "int4", "int4-plain")
+HERE = ("fp32", "bf16", "int8", "int8-plain", "llm-int8", "llm-int8-bf16", "int4", "int4-plain", "fp8", "fp8-bf16")
 THERE = ("fp32", "int8", "int4")
 KINDS = {
     "fp32": RoundingKind("none", "float32"),
@@ -52,6 +53,8 @@ KINDS = {
     "int8-plain": RoundingKind("int8", "float32"),
     "int4": RoundingKind("int4", "float32"),
     "int4-plain": RoundingKind("int4", "float32"),
+    "fp8": RoundingKind("fp8", "float32", "cuda"),
+    "fp8-bf16": RoundingKind("fp8", "bfloat16", "cuda"),
     "llm-int8": RoundingKind("int8", "float32", "cuda"),  # what GPUs do, here by bitsandbytes on the CPU
     "llm-int8-bf16": RoundingKind("int8", "bfloat16", "cuda"),
 }
@@ -89,7 +92,7 @@ def stack_of(path: Path, kind: str) -> BlockStack:
 
     def transform(module: torch.nn.Module, _index: int) -> None:
         method = METHODS.get(kind, expected.quant)
-        quantize_(module, method, torch.device("cpu"), dtype, int8_weight=int8, int4_weight=int4)
+        quantize_(module, method, torch.device("cpu"), dtype, int8_weight=int8, int4_weight=int4, emulated=True)
 
     return load_blocks(checkpoint, Span(0, checkpoint.family.num_blocks), dtype=dtype, transform=transform)
 
@@ -194,7 +197,7 @@ def measure(family: str, directory: Path, num_rows: int, tally: Tally) -> None:
             kinds = [KINDS[name.removesuffix("-avx2")] for name in (ours, theirs)]
             bounds = Bounds.of(kinds[0], kinds[1], len(span), routed)
             group = "same kind" if kinds[0] == kinds[1] and kinds[0].is_repeatable else "other kind"
-            group = "four bits" if bounds.is_wide else group
+            group = "coarse" if bounds.is_wide else group
             is_probe = number >= len(cases) // 2
             if is_probe and routed:
                 continue  # there is no evidence of such models

@@ -1,3 +1,4 @@
 """The names of the quantisations that a server can use."""
 
-METHODS = ("int8", "int4", "nf4", "none", "bnb-int8")
+METHODS = ("int8", "int4", "fp8", "nf4", "none", "bnb-int8")
+BY_ROWS = ("int8", "int4", "fp8")  # each row of a weight is rounded by itself

@@ -102,7 +102,7 @@ _HOSTING = ConfigFlags(
         "process",
         name="memory",
     ),
-    Flag("quant", "int8, int4 (on CPU), nf4, none, or bnb-int8 (slow on CPU, for comparison)"),
+    Flag("quant", "int8, int4 (on CPU), fp8 (on new GPUs), nf4, none, or bnb-int8 (slow on CPU, for comparison)"),
     Flag("dtype", "dtype of computation: auto, float32, bfloat16 or float16"),
     Flag("device", "auto, cpu, cuda, cuda:1, xpu or mps"),
     Flag(

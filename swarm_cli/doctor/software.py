@@ -88,6 +88,7 @@ def _gpu() -> Iterator[Finding]:
     import torch
 
     from swarm_models.gpu.devices import best_device
+    from swarm_models.gpu.fp8_weight import has_fp8_products
     from swarm_models.quantization import devices_of
 
     if torch.cuda.is_available():
@@ -95,12 +96,14 @@ def _gpu() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
             about = f"{torch.cuda.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free{driver}"
-            yield ok("GPU", f"cuda:{index} is {about}")
+            fp8 = "; it runs --quant fp8" if has_fp8_products(torch.device("cuda", index)) else ""
+            yield ok("GPU", f"cuda:{index} is {about}{fp8}")
     elif Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
         found = f"there is one{_driver()}, but torch {torch.__version__} cannot use it"
         yield warning("GPU", found, "install a torch for CUDA, see pytorch.org, or a driver that fits it")
     elif (kind := best_device()) != "cpu":
-        others = ", ".join(method for method in METHODS if kind not in devices_of(method))
+        devices = {method: devices_of(method) for method in METHODS}
+        others = ", ".join(method for method in METHODS if "cpu" in devices[method] and kind not in devices[method])
         yield ok("GPU", f"{kind} computes blocks with --quant none; {others} have no kernel for it: the CPU runs them")
     else:
         yield ok("GPU", "none: blocks are computed on the CPU")

@@ -40,7 +40,7 @@ def add_up(commands: Commands) -> None:
     ConfigFlags(ClientConfig, *WHICH_SWARM).add_to(parser)
     add("--host", metavar="ADDRESS", help="address of this machine, by which other machines join; by default none can")
     add("--port", type=int, metavar="N", help="port of the pages and APIs; 0: any free port; by default 8000")
-    add("--quant", help="quantisation of the blocks: int8, int4 (on CPU), nf4 or none; by default int8")
+    add("--quant", help="quantisation of the blocks: int8 (the default), int4 (on CPU), fp8 (on new GPUs), nf4 or none")
     add("--memory", metavar="SIZE", help="memory for blocks, keys and values, such as 4GiB; by default what is free")
     add("--device", help="device of the blocks: cpu, cuda, cuda:1, …; by default a GPU if there is one")
     add("--no-browser", action="store_true", help="do not open the chat page")

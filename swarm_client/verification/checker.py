@@ -32,7 +32,7 @@ from swarm_client.verification.risk import (
 from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
-from swarm_protocol.verification.comparison import FOUR_BITS
+from swarm_protocol.verification.comparison import COARSE
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # the limit of tries for one check, each with other servers
@@ -155,9 +155,9 @@ class Checker:
     def _history(self, server: ServerRecord) -> CheckHistory:
         past = self._pasts.get(server.peer_id)
         if past is None:
-            return CheckHistory(is_coarse=server.quant in FOUR_BITS)
+            return CheckHistory(is_coarse=server.quant in COARSE)
         age_s = now_s() - past.first_s
-        return CheckHistory(past.passed, age_s, past.own.num_left > 0, server.quant in FOUR_BITS)
+        return CheckHistory(past.passed, age_s, past.own.num_left > 0, server.quant in COARSE)
 
     async def check(
         self, sample: SampledAnswer, reporter: Reporter, *, wait_s: float, then: Callable[[CheckVerdict], None]

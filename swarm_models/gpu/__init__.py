@@ -1,1 +1,1 @@
-"""Linear layers on GPUs: weights in int8, and the kernel for products with few rows."""
+"""Linear layers on GPUs: weights in int8, with the kernel for products with few rows, and in FP8."""

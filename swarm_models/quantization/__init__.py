@@ -1,4 +1,4 @@
-"""Quantisation of transformer blocks in place: int8, int4 or nf4, fused experts and transposed layers included."""
+"""Quantisation of transformer blocks in place: int8, int4, fp8 or nf4, fused experts and transposed layers included."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from swarm_models.checkpoints.family import WEIGHT_IS_READ
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 from swarm_models.gpu.devices import ACCELERATORS
+from swarm_models.gpu.fp8_weight import Fp8Weight, has_fp8_products, quantize_fp8
 from swarm_models.gpu.int8_weight import GpuInt8Weight, few_rows_kernel
 from swarm_models.kernels import int4_linear, int8_linear
 from swarm_models.kernels.int4_linear import Int4Weight, KernelInt4Weight, quantize_groups
@@ -21,8 +22,8 @@ from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeig
 from swarm_models.quantization import bnb
 from swarm_models.quantization.experts import ExpertLayout, QuantizedExperts, deciding_parts
 from swarm_models.quantization.report import Left, Report
-from swarm_models.quantization.stored import stored_int4, stored_int8
-from swarm_models.quants import METHODS
+from swarm_models.quantization.stored import stored_fp8, stored_int4, stored_int8
+from swarm_models.quants import BY_ROWS, METHODS
 
 Packed = KernelWeight | KernelInt4Weight  # weights that are made of bytes alone
 _TakeWeight = Callable[[], torch.Tensor]
@@ -58,6 +59,7 @@ def quantize_(
     int8_weight: type[Int8Weight] | None = None,
     int4_weight: type[Int4Weight] | None = None,
     eight_bits: Container[str] = (),
+    emulated: bool = False,
 ) -> Report:
     """Replace every linear and fused expert weight of one block by a quantised one, and move the block to ``device``.
 
@@ -69,13 +71,15 @@ def quantize_(
     one at a time.
 
     ``method``: "int8" is ``Int8Weight`` on CPU and ``GpuInt8Weight`` on CUDA; "int4" is ``Int4Weight``, on CPU alone;
-    "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for each product; "bnb-int8" is LLM.int8(), for
-    comparison; "none" only moves.
+    "fp8" is ``Fp8Weight``, on GPUs that multiply FP8; "nf4" is 4-bit NormalFloat, expanded to ``compute_dtype`` for
+    each product; "bnb-int8" is LLM.int8(), for comparison; "none" only moves.
     ``eight_bits`` names the layers of ``module`` that int4 holds in 8 bits.
+    ``emulated``: fp8 may run on any device, where torch computes what such a GPU would, slowly.
     ``int8_weight`` and ``int4_weight`` are the implementations on CPU; the default is the fastest that runs here.
     Raises ValueError: see ``require_device``.
     """
-    require_device(method, device)
+    if not (emulated and method == "fp8"):
+        require_device(method, device)
     quantizer = _Quantizer(method, device, compute_dtype, int8_weight, int4_weight)
     num_expert_weights = 0
     if method != "none":
@@ -97,6 +101,11 @@ def require_device(method: str, device: torch.device) -> None:
     """Raise ValueError for an unknown method of quantisation, or one that ``device`` cannot run."""
     if method not in METHODS:
         raise ValueError(f"unknown quantisation {method!r}: choose one of {', '.join(METHODS)}")
+    if method == "fp8" and not has_fp8_products(device):
+        others = ", ".join(other for other in METHODS if device.type in devices_of(other) and other != "fp8")
+        raise ValueError(
+            f"{device} has no FP8 products, which NVIDIA's GPUs have from compute capability 8.9 on: expected {others}"
+        )
     if method != "none" and device.type not in (kinds := devices_of(method)):
         other = "nf4" if device.type == "cuda" else "none, or the device cpu"
         raise ValueError(f"{method} runs on {' and '.join(kinds)}, not on {device.type}: choose {other}")
@@ -106,7 +115,7 @@ def devices_of(method: str) -> tuple[str, ...]:
     """Return the kinds of devices that run this method of quantisation."""
     if method == "none":
         return ("cpu", *ACCELERATORS)
-    return ("cpu",) if method == "int4" else ("cpu", "cuda")
+    return {"int4": ("cpu",), "fp8": ("cuda",)}.get(method, ("cpu", "cuda"))
 
 
 # ------------------------------------------------------------ weights that can be kept as bytes
@@ -184,14 +193,12 @@ class _Quantizer:
         """Return a quantised layer. ``take_weight()``: [out, in] of any strides, soon dropped; bias: [out].
 
         ``stored`` is the weight in the checkpoint, if known. It is read in tiles if possible. If the checkpoint stores
-        the integers that ``method`` needs, these are taken unchanged. ``eight_bits`` turns int4 into int8, computed by
-        the kernel if there is one, so that decode steps can be programs.
+        the integers or FP8 codes that ``method`` needs, these are taken unchanged. ``eight_bits`` turns int4 into int8,
+        computed by the kernel if there is one, so that decode steps can be programs.
         """
-        if self.method in ("int8", "int4"):
-            on_gpu = self.device.type != "cpu"
-            quantized = (
-                self._int8_on_gpu(take_weight, stored) if on_gpu else self._on_cpu(take_weight, stored, eight_bits)
-            )
+        if self.method in BY_ROWS:
+            on_gpu = self.device.type != "cpu" or self.method == "fp8"
+            quantized = self._on_gpu(take_weight, stored) if on_gpu else self._on_cpu(take_weight, stored, eight_bits)
             return self._counted(QuantizedLinear(quantized, bias), quantized.shape.numel(), quantized.size_bytes)
         weight = take_weight().to(self.compute_dtype)
         if self.method == "nf4":
@@ -214,12 +221,15 @@ class _Quantizer:
         shape, tiles = self._tiles(take_weight, stored)
         return kind.from_tiles(shape, map(quantize, tiles))
 
-    def _int8_on_gpu(self, take_weight: _TakeWeight, stored: StoredTensor | None) -> QuantizedWeight:
-        rounded = stored_int8(stored)
+    def _on_gpu(self, take_weight: _TakeWeight, stored: StoredTensor | None) -> QuantizedWeight:
+        is_fp8 = self.method == "fp8"
+        rounded, quantize = (stored_fp8(stored), quantize_fp8) if is_fp8 else (stored_int8(stored), quantize_rows)
         if rounded is None:
             _, tiles = self._tiles(take_weight, stored)
-            rounded = joined(quantize_rows(tile.to(self.device)) for tile in tiles)
+            rounded = joined(quantize(tile.to(self.device)) for tile in tiles)
         q, scale = (part.to(self.device) for part in rounded)
+        if is_fp8:
+            return Fp8Weight(q, scale)
         return GpuInt8Weight(q, scale, few_rows_kernel(self.device, self.compute_dtype))
 
     def _tiles(

@@ -1,4 +1,4 @@
-"""Weights that are stored as the integers that a server computes with: they are used as they are, not rounded again."""
+"""Weights that are stored as the integers or FP8 codes that a server computes with: they are not rounded again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from swarm_models.checkpoints.formats.groups import Integers, IntegerTensor
-from swarm_models.checkpoints.formats.packed import JoinedTensor
+from swarm_models.checkpoints.formats.packed import JoinedTensor, PackedTensor, require_finite
 from swarm_models.kernels.int4_linear import GROUP, LEVELS, groups_of
 from swarm_models.kernels.int8_linear import TOP
 from swarm_models.kernels.quantized_linear import joined
@@ -51,6 +51,20 @@ def stored_int4(stored: object) -> Rounded | None:
         return None
     shape = (len(q), num_scales)
     return q, groups_of(integers.scale.expand(shape), zero.expand(shape)).repeat_interleave(per_scale, 1)
+
+
+def stored_fp8(stored: object) -> Rounded | None:
+    """Return a weight stored in e4m3 with one scale, or one per row, in the form of ``quantize_fp8``; else None."""
+    if isinstance(stored, JoinedTensor):
+        return _joined(stored, stored_fp8)
+    if not isinstance(stored, PackedTensor) or stored.parts.keys() != {"weight", "scale"}:
+        return None
+    (weight, scale), rows = (stored.parts["weight"], stored.parts["scale"]), stored.shape[0]
+    is_by_row = scale.shape in ((), (1,), (1, 1), (rows,), (rows, 1))
+    if weight.dtype != torch.float8_e4m3fn or len(weight.shape) != 2 or not is_by_row:
+        return None
+    per_row = require_finite(scale.read(), stored.name).reshape(-1).expand(rows)
+    return weight.read().view(torch.uint8), per_row.contiguous()
 
 
 def _joined(stored: JoinedTensor, taken_of: Callable[[object], Rounded | None]) -> Rounded | None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 MIN_POSITIONS = 4  # a router near a tie may send one position to another expert
-FOUR_BITS = frozenset({"int4", "nf4"})  # against other quantisations, only gross lies are detectable
+COARSE = frozenset({"int4", "nf4", "fp8"})  # against other quantisations, only gross lies are detectable
+FP8 = "fp8"  # rounds inputs of products to four bits, too: tiny differences of two servers grow to that size
 _TINY = 1e-20
 _SE_OF_MEDIAN = 1.2533  # relative to that of the mean, for normal noise: sqrt(pi / 2)
 _SIGMAS = 5.0
@@ -57,12 +58,14 @@ class Bounds:
         ``routed``: blocks choose among experts. If two experts score nearly the same, rounding decides, and the outputs
         of that position and of later positions differ.
 
-        Errors of four-bit weights affect every position, and add up over many blocks to nearly the size of the blocks'
-        own effect. Against servers of another quantisation, only gross lies are detectable then: ``is_wide``.
+        Errors of four bits, of weights or of numbers in FP8, affect every position, and add up over many blocks to
+        nearly the size of the blocks' own effect. Against servers of another quantisation, only gross lies are
+        detectable then: ``is_wide``. Of servers in FP8 the same holds beside one another.
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
-        if one.quant != other.quant and FOUR_BITS & {one.quant, other.quant}:
+        alike = one.quant == other.quant != FP8
+        if not alike and COARSE & {one.quant, other.quant}:
             error = min(0.95, 0.6 * 1.15 ** (num_blocks - 1)) * (1.2 if routed else 1.0)
             return cls(error=error, outlier=1.5, outlier_share=0.5, gain=0.06)
         error = min(0.5, 0.06 * 1.6 ** (num_blocks - 1))

@@ -14,9 +14,8 @@ from swarm_models.quantization import Packed, packed_kind, packed_weight, quanti
 from swarm_models.quantization.eight_bits import eight_bit_layers
 from swarm_models.quantization.report import Report
 from swarm_models.quantization.stored import stored_int4
+from swarm_models.quants import BY_ROWS
 from swarm_server.blocks.weight_cache import WeightCache, content_key
-
-IN_TILES = ("int8", "int4")  # methods that round each row by itself
 
 
 class PackedLayers:
@@ -56,7 +55,7 @@ class PackedLayers:
 
     def linear(self, tensors: Mapping[str, StoredTensor]) -> nn.Module | None:
         """Return the layer of this weight and bias; None if the weight cannot be quantised by rows."""
-        if self._method not in IN_TILES:
+        if self._method not in BY_ROWS:
             return None
         stored = tensors["weight"]
         bias = tensors["bias"].read().to(self._dtype) if "bias" in tensors else None

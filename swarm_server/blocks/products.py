@@ -24,6 +24,8 @@ def multiplied_by(method: str, device: torch.device, dtype: torch.dtype, *, is_i
         return "onednn" if plain else "torch"
     if method == "int8" and device.type == "cuda":
         return "torch" if few_rows_kernel(device, dtype) is None else "triton"
+    if method == "fp8":
+        return "torch"
     return _cpu_product(method, is_in_group) if method in OURS and device.type == "cpu" else "bitsandbytes"
 
 

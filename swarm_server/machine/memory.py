@@ -13,7 +13,7 @@ from swarm_protocol import system
 
 _SCORES_SHARE = 0.2  # of the free memory that the scores of an index may take
 _SCORE_BYTES = 2 * 4  # a float32 in two copies
-_BYTES_PER_WEIGHT = {"int8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
+_BYTES_PER_WEIGHT = {"int8": 1.1, "fp8": 1.1, "bnb-int8": 1.1, "int4": 0.62, "nf4": 0.6, "none": 4.0}
 
 
 def available_bytes(device: torch.device) -> int:

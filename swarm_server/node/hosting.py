@@ -78,7 +78,7 @@ def devices_and_dtype(config: ServerConfig) -> tuple[tuple[torch.device, ...], t
 def _best_device(quant: str) -> str:
     """Return the best device. An accelerator without CUDA is left out, with a log line, if it cannot run ``quant``."""
     best = best_device()
-    if best in ("cuda", *devices_of(quant)):
+    if best in ("cpu", "cuda", *devices_of(quant)):
         return best
     _logger.warning("%s is left out, because %s does not run there: --quant none does", best, quant)
     return "cpu"

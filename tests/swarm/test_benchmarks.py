@@ -53,9 +53,11 @@ def test_gpu_report_goes_on_with_the_parts_that_are_missing(tmp_path: Path) -> N
     first = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps")
     assert first["exit code"] == 0, first["output"]
     assert first["rows"]["step, 4 rows, 16 positions"]["measured"] > 0
-    both = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", "limits", "steps", "profile")
+    parts = "limits", "steps", "formats", "profile"
+    both = run_quick("gpu_report.py", tmp_path, "--models", str(tmp_path), "--parts", *parts)
     assert both["exit code"] == 0, both["output"]
     assert both["parts"]["steps"] == first["parts"]["steps"]
+    assert {"none: prefill, 64 positions", "int8: step, 4 rows, 16 positions", "fp8 is refused"} <= both["rows"].keys()
     (profile,) = both["parts"]["profile"]["rows"]
     assert any("/swarm_" in line for line in profile["functions"])
 

@@ -67,6 +67,8 @@ def test_a_server_takes_an_accelerator_that_runs_the_quantisation(having, monkey
         assert devices_and_dtype(ServerConfig()) == ((torch.device("cuda"),), torch.bfloat16)
         having()
         assert devices_and_dtype(ServerConfig()) == ((torch.device("cpu"),), torch.float32)
+        with pytest.raises(ValueError, match=r"cpu has no FP8 products, .*: expected int8, int4, "):
+            devices_and_dtype(ServerConfig(quant="fp8"))
         assert caplog.text == ""
         having("mps")
         assert devices_and_dtype(ServerConfig()) == ((torch.device("cpu"),), torch.float32)

@@ -187,7 +187,7 @@ def test_four_bits_beside_others_are_no_lie() -> None:
     assert servers.verdict(quantised(servers, a="none").sample("a", "b", lying=in_four_bits, by="a")).lies
 
 
-@pytest.mark.parametrize("quant", ["int4", "nf4"])
+@pytest.mark.parametrize("quant", ["int4", "nf4", "fp8"])
 def test_whoever_announces_four_bits_is_checked_too(quant: str) -> None:
     servers = quantised(Servers(*THREE_OF_EACH, lying={"a": zeros}), a=quant)
     (lie,) = servers.verdict(servers.sample("a", "b", lying=zeros, by="a")).lies

@@ -270,9 +270,9 @@ class Family:
         self.inputs.append((hidden, args, kwargs))
         self.outputs.append(hidden_of(output))
 
-    def quantised(self, index: int, method: str = "int8", **kwargs) -> tuple[nn.Module, Report]:
+    def quantised(self, index: int, method: str = "int8", device=CPU, **kwargs) -> tuple[nn.Module, Report]:
         block = copy.deepcopy(self.blocks[index])
-        return block, quantize_(block, method, CPU, torch.float32, **kwargs)
+        return block, quantize_(block, method, device, torch.float32, **kwargs)
 
     def run(self, block: nn.Module, index: int, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """What ``block`` answers in the place of block ``index``, its tokens routed as they were in fp32.
@@ -436,7 +436,7 @@ def test_originals_are_freed_one_by_one(name, ndim, alive):
 
 
 def test_wrong_method_or_device_is_explained():
-    with pytest.raises(ValueError, match="'int3': choose one of int8, int4, nf4, none, bnb-int8"):
+    with pytest.raises(ValueError, match="'int3': choose one of int8, int4, fp8, nf4, none, bnb-int8"):
         quantize_(nn.Sequential(), "int3", CPU, torch.float32)
     with pytest.raises(ValueError, match="int4 runs on cpu, not on cuda: choose nf4"):
         quantize_(nn.Sequential(), "int4", torch.device("cuda"), torch.float32)

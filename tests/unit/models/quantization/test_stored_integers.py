@@ -1,4 +1,4 @@
-"""What is stored in the integers that a server computes with is not rounded a second time."""
+"""What is stored in the integers or FP8 codes that a server computes with is not rounded a second time."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from tests.published import (
     bitsandbytes_int8,
     compressed_config,
     compressed_words,
+    fp8_blocks,
+    fp8_config,
     fp8_rows,
     gptq,
     gptq_config,
@@ -57,7 +59,7 @@ def linears(directory: Path, config: object, pack: Packer, method: str) -> tuple
     stack = load_blocks(
         checkpoint,
         Span(0, 1),
-        transform=lambda block, index: quantize_(block, method, CPU, torch.float32),
+        transform=lambda block, index: quantize_(block, method, CPU, torch.float32, emulated=True),
         layers=PackedLayers(WeightCache(0), method, CPU, torch.float32, checkpoint.family),
     )
     layers = {name: layer for name, layer in stack.blocks[0].named_modules() if name.endswith("_proj")}
@@ -132,3 +134,38 @@ def test_others_are_rounded_again_in_8_bits_where_int4_holds_8(tmp_path: Path, c
         assert isinstance(layer.quantized, Int8Weight if name in eight_bits else Int4Weight), name
         assert found[name] < (0.01 if name in eight_bits else 0.15), name
     assert max(found.values()) > 1 / 32
+
+
+def clipped_fp8(weight: torch.Tensor) -> Packed:
+    """FP8 whose largest numbers are not 448: rounding again would choose other scales."""
+    scale = (weight.abs().amax(1, keepdim=True) / 300).bfloat16()
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {".weight": q, ".weight_scale": scale}, q.float() * scale
+
+
+@pytest.mark.parametrize(
+    ("config", "pack"),
+    [
+        (fp8_config(), clipped_fp8),
+        (fp8_config(), lambda weight: fp8_rows(weight, (len(weight),))),
+        (fp8_config(), lambda weight: fp8_rows(weight, (), ".weight_scale_inv")),
+        (compressed_config("float-quantized", 8, "float"), clipped_fp8),
+        (compressed_config("float-quantized", 8, "float"), lambda weight: fp8_rows(weight, (1,))),
+    ],
+)
+def test_fp8_with_a_scale_per_row_or_tensor_is_kept(tmp_path: Path, config: object, pack: Packer) -> None:
+    assert errors(tmp_path, config, pack, "fp8") == [0.0] * 7
+
+
+def test_fp8_in_blocks_is_rounded_again_by_rows(tmp_path: Path) -> None:
+    """The blocks' scales differ by 3 at most here. A number may then be off by half a step of e4m3, 1/16 of itself."""
+    again = errors(tmp_path, fp8_config((32, 24)), lambda weight: fp8_blocks(weight, (32, 24)), "fp8")
+    assert min(again) > 0.005 and max(again) < 1 / 32
+
+
+def test_floats_of_five_bits_of_exponent_are_rounded_again(tmp_path: Path) -> None:
+    def pack(weight: torch.Tensor) -> Packed:
+        q = weight.to(torch.float8_e5m2)
+        return {".weight": q, ".weight_scale": torch.ones(len(q), 1)}, q.float()
+
+    assert 0 < max(errors(tmp_path, fp8_config(), pack, "fp8")) < 1 / 32

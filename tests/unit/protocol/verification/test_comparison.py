@@ -11,6 +11,7 @@ from swarm_protocol.verification.comparison import Bounds, Comparison, RoundingK
 
 INT8, FP32, BF16 = RoundingKind("int8", "float32"), RoundingKind("none", "float32"), RoundingKind("none", "bfloat16")
 INT4, NF4 = RoundingKind("int4", "float32"), RoundingKind("nf4", "float32")
+FP8 = RoundingKind("fp8", "bfloat16", "cuda")
 TOKENS, HIDDEN = 32, 256
 
 
@@ -75,9 +76,9 @@ def test_a_router_near_a_tie_is_no_lie() -> None:
     assert Comparison.of(inputs, ours, theirs).excess(bounds) < 1
 
 
-@pytest.mark.parametrize("kinds", [(INT4, INT8), (FP32, INT4), (NF4, INT4)])
+@pytest.mark.parametrize("kinds", [(INT4, INT8), (FP32, INT4), (NF4, INT4), (FP8, INT8), (FP8, FP8)])
 @pytest.mark.parametrize("num_blocks", [1, 6, 40])
-def test_gross_lies_are_found_beside_four_bits(kinds: tuple[RoundingKind, RoundingKind], num_blocks: int) -> None:
+def test_gross_lies_are_found_beside_coarse_rounding(kinds: tuple[RoundingKind, RoundingKind], num_blocks: int) -> None:
     """Their rounding is no lie, though it comes to a third of what the blocks do."""
     bounds = Bounds.of(*kinds, num_blocks, routed=False)
     assert bounds.is_wide and bounds == Bounds.of(*reversed(kinds), num_blocks, routed=False)
@@ -88,7 +89,7 @@ def test_gross_lies_are_found_beside_four_bits(kinds: tuple[RoundingKind, Roundi
         assert Comparison.of(inputs, ours, LIES[lie](inputs, theirs)).excess(bounds) > 1, lie
 
 
-def test_servers_of_the_same_four_bits_are_held_to_what_others_are() -> None:
+def test_servers_of_the_same_coarse_rounding_are_held_to_what_others_are() -> None:
     for kind in (INT4, NF4):
         assert Bounds.of(kind, kind, 3, False) == Bounds.of(INT8, INT8, 3, False)
 

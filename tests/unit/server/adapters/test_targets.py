@@ -18,7 +18,7 @@ from tests.zoo import FFN, HIDDEN, save_checkpoint
 SPAN = Span(1, 4)
 
 
-@pytest.fixture(scope="module", params=["none", "int8", "int4", "nf4"])
+@pytest.fixture(scope="module", params=["none", "int8", "int4", "fp8", "nf4"])
 def quant(request) -> str:
     return request.param
 
@@ -26,7 +26,7 @@ def quant(request) -> str:
 @pytest.fixture(scope="module")
 def stacks(quant, tmp_path_factory) -> dict[str, BlockStack]:
     def transform(block: torch.nn.Module, _index: int) -> None:
-        quantize_(block, quant, torch.device("cpu"), torch.float32)
+        quantize_(block, quant, torch.device("cpu"), torch.float32, emulated=True)
 
     loaded = {}
     for family in ("llama", "gpt2", "falcon-7b", "mixtral", "llama4_text"):

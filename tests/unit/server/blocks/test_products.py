@@ -43,6 +43,7 @@ def test_int4_names_the_kernel_wherever_it_is() -> None:
         ("nf4", CPU, torch.float32, "nf4 (bitsandbytes)"),
         ("bnb-int8", CPU, torch.float32, "bnb-int8 (bitsandbytes)"),
         ("bnb-int8", CUDA, torch.bfloat16, "bnb-int8 (bitsandbytes)"),
+        ("fp8", CUDA, torch.bfloat16, "fp8 (torch)"),
         ("none", CUDA, torch.bfloat16, "none (torch)"),
         ("none", CPU, torch.bfloat16, "none (torch)"),
     ],
