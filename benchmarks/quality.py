@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from common import json_row, write_json
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from swarm_cli.quantize.quantize import quantize_checkpoint
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
@@ -40,6 +40,7 @@ from swarm_models.quantization import Report, quantize_
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.packed_layers import PackedLayers
 from swarm_server.blocks.weight_cache import WeightCache
+from swarm_server.kv.kv_rows import Channel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests import published
@@ -48,6 +49,7 @@ WINDOW = 256  # tokens that are predicted from one another
 CPU = torch.device("cpu")
 QUANTS = ("int8", "int4", "fp8")
 PERPLEXITY = {"int8": 1.001, "int4": 1.05, "fp8": 1.02}  # beside float32, at most
+KV_PERPLEXITY = 1.005  # with keys and values in int8, beside those in float32
 BITS = {"int4": 5.0}  # for each quantised weight, with scales, at most
 GGUF_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"),  # that the package gguf can write
@@ -121,13 +123,26 @@ class Measured:
         return ratio, ratio * differences.std().item() / math.sqrt(len(differences))
 
 
-def measure(path: Path, quant: str, windows: torch.Tensor) -> Measured:
+class Int8Cache(DynamicCache):
+    """Keys and values as a server with ``--kv-quant int8`` reads them, those of the new positions too."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(_in_int8(keys), _in_int8(values), *args, **kwargs)
+
+
+def _in_int8(data: torch.Tensor) -> torch.Tensor:
+    channel = Channel(data.shape[1], data.shape[3], data.dtype, in_int8=True)
+    return channel.expanded(channel.rounded(data))
+
+
+def measure(path: Path, quant: str, windows: torch.Tensor, kv_quant: str = "none") -> Measured:
     """windows: [n, WINDOW] tokens."""
     model, report, loading_s = load(path, quant)
     nats, greedy = [], []
     with torch.inference_mode():
         for window in windows:
-            logits = model(window[None], use_cache=False).logits[0, :-1]
+            cache = None if kv_quant == "none" else Int8Cache(config=model.config)
+            logits = model(window[None], past_key_values=cache, use_cache=cache is not None).logits[0, :-1]
             nats.append(F.cross_entropy(logits, window[1:], reduction="none"))
             greedy.append(logits.argmax(-1))
     params = max(1, report.quantised_params)
@@ -202,6 +217,16 @@ def rows_of(
 def all_rows(args: argparse.Namespace, windows: torch.Tensor) -> Iterator[dict[str, Any]]:
     exact = measure(args.model, "none", windows)
     yield from rows_of("as it is", args.model, windows, exact)
+    for quant in ("none", "int8"):
+        found, beside = (measure(args.model, quant, windows, kv_quant) for kv_quant in ("int8", "none"))
+        ratio, error = found.ratio(beside)
+        yield json_row(
+            f"keys and values in int8 beside weights in {quant}: perplexity",
+            *(found.perplexity, KV_PERPLEXITY),
+            **{"beside": beside.perplexity, "ratio": ratio, "standard_error": error, "at_most": True},
+        )
+        agree = (found.greedy == beside.greedy).double().mean().item()
+        yield json_row(f"keys and values in int8 beside weights in {quant}: greedy tokens that agree", agree)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if args.calibrated:

@@ -182,6 +182,10 @@ _HOSTING = ConfigFlags(
     Flag("identity", "key file; keeps the peer id over restarts", metavar="FILE"),
     Flag("open_to_clients", "in a private swarm: only members may be servers, but anybody may be a client"),
     Flag("cache_tokens", "KV-cache room over all sessions; default from free memory", metavar="N"),
+    Flag(
+        "kv_quant",
+        "none, or int8: keys and values take 0.27 of float32 or 0.53 of bfloat16; decoding is slower",
+    ),
     _SizeFlag("cache_bytes", "the same as memory, such as 2GiB or 500MB", name="cache-memory"),
     Flag(
         "prefix_cache",

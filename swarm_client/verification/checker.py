@@ -19,6 +19,7 @@ from swarm_client.routing.routing import Route
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.verification.accusations import AccusationClient
 from swarm_client.verification.checks import SampleCheck, SampledAnswer
+from swarm_client.verification.references import kind_of
 from swarm_client.verification.risk import (
     DOUBT_AGAIN_S,
     DOUBT_CHECKS,
@@ -32,7 +33,6 @@ from swarm_client.verification.risk import (
 from swarm_client.verification.verdict import CheckVerdict
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
-from swarm_protocol.verification.comparison import COARSE
 
 _logger = logging.getLogger(__name__)
 _ATTEMPTS = 3  # the limit of tries for one check, each with other servers
@@ -155,9 +155,9 @@ class Checker:
     def _history(self, server: ServerRecord) -> CheckHistory:
         past = self._pasts.get(server.peer_id)
         if past is None:
-            return CheckHistory(is_coarse=server.quant in COARSE)
+            return CheckHistory(is_coarse=kind_of(server).is_coarse)
         age_s = now_s() - past.first_s
-        return CheckHistory(past.passed, age_s, past.own.num_left > 0, server.quant in COARSE)
+        return CheckHistory(past.passed, age_s, past.own.num_left > 0, kind_of(server).is_coarse)
 
     async def check(
         self, sample: SampledAnswer, reporter: Reporter, *, wait_s: float, then: Callable[[CheckVerdict], None]

@@ -36,6 +36,7 @@ _PLAIN = (  # the fields that a record and its message have in common, with the 
     *("relay_address", "weights", "joins"),
 )
 _KIND = re.compile(r"[\w.-]{0,32}", re.ASCII)  # the name of a quantisation, dtype or device
+KV8 = "-kv8"  # ends the quantisation of a server that stores keys and values in int8
 ROOT_SHARD = "all"  # readers begin here; swarm_protocol/dht/shards.py has the other shards
 
 

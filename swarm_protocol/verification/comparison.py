@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from swarm_protocol.dht.records import KV8
+
 MIN_POSITIONS = 4  # a router near a tie may send one position to another expert
-COARSE = frozenset({"int4", "nf4", "fp8"})  # against other quantisations, only gross lies are detectable
+COARSE = frozenset({"int4", "nf4", "fp8"})
 FP8 = "fp8"  # rounds inputs of products to four bits, too: tiny differences of two servers grow to that size
 _TINY = 1e-20
 _SE_OF_MEDIAN = 1.2533  # relative to that of the mean, for normal noise: sqrt(pi / 2)
@@ -30,9 +32,20 @@ class RoundingKind(NamedTuple):
     def is_repeatable(self) -> bool:
         """Return whether two servers of this kind differ at most by the order of their sums.
 
-        Kernels of GPUs differ from each other, and most compute in 16 bits.
+        Kernels of GPUs differ from each other, and most compute in 16 bits. Keys and values in int8 are rounded in
+        sessions, and not where a whole text is computed at once.
         """
-        return self.dtype == "float32" and self.device == "cpu"
+        return self.dtype == "float32" and self.device == "cpu" and not self.quant.endswith(KV8)
+
+    @property
+    def weights(self) -> str:
+        """Return the quantisation of the weights."""
+        return self.quant.removesuffix(KV8)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Return whether only gross lies are detectable beside servers with weights of another quantisation."""
+        return self.weights in COARSE
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,8 @@ class Bounds:
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)
-        alike = one.quant == other.quant != FP8
-        if not alike and COARSE & {one.quant, other.quant}:
+        alike = one.weights == other.weights != FP8
+        if not alike and (one.is_coarse or other.is_coarse):
             error = min(0.95, 0.6 * 1.15 ** (num_blocks - 1)) * (1.2 if routed else 1.0)
             return cls(error=error, outlier=1.5, outlier_share=0.5, gain=0.06)
         error = min(0.5, 0.06 * 1.6 ** (num_blocks - 1))

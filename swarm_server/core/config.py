@@ -9,8 +9,9 @@ from math import inf
 from pathlib import Path
 
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, FROM_SWARM, check_source, check_weights
-from swarm_models.quants import METHODS
+from swarm_models.quants import KV_METHODS, METHODS
 from swarm_protocol.dht.lan_discovery import require_zeroconf
+from swarm_protocol.dht.records import KV8
 from swarm_protocol.net.hosts import split_address
 from swarm_protocol.net.ip_networks import parse_host
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
@@ -69,6 +70,7 @@ class ServerConfig:
     open_to_clients: bool = False  # only members may be servers, but anybody may be a client
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # for all sessions' keys and values, and for kept passes; None: from free memory
+    kv_quant: str = "none"  # how keys and values are stored: none: in the dtype of computation; or int8
     prefix_cache: str = "auto"  # which sessions share equal prefixes; auto: see ``prefix_sharing``
     adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start; each names its adapter
     adapter_bytes: int = 352 * MIB  # for all adapters that clients send; one client's share holds the largest
@@ -113,6 +115,7 @@ class ServerConfig:
     def _check_choices(self) -> None:
         for name, value, known in (
             ("quantisation", self.quant, METHODS),
+            ("quantisation of keys and values", self.kv_quant, KV_METHODS),
             ("dtype", self.dtype, DTYPES),
             ("prefix cache", self.prefix_cache, PREFIX_CACHES),
             ("relay", self.relay, RELAYS),
@@ -178,6 +181,11 @@ class ServerConfig:
         """Return whether this process is a member of a group."""
         return self.group_size > 1 or self.follow is not None
 
+    @property
+    def announced_quant(self) -> str:
+        """Return the quantisation in the server's record, by which clients know how it rounds."""
+        return self.quant + (KV8 if self.kv_quant == "int8" else "")
+
     def without_a_member(self) -> ServerConfig:
         """Return the configuration of the same server after a follower on its machine has ended."""
         return replace(self, group_size=self.group_size - 1)
@@ -194,6 +202,8 @@ class ServerConfig:
             raise ValueError(f"group_size is {self.group_size}: expected at most {MOST_MEMBERS}")
         if self.quant not in ("int8", "int4"):
             raise ValueError(f"a group computes with int8 or int4, not with quant {self.quant}")
+        if self.kv_quant != "none":
+            raise ValueError("a group attends with the compiled kernel: expected kv_quant none")
         if self.devices or self.device.partition(":")[0] not in ("auto", "cpu"):
             raise ValueError("the members of a group compute on the CPU: expected no other device")
 

@@ -80,9 +80,10 @@ class Engine:
         ways: how batches are computed.
     """
 
-    def __init__(self, stack: Stack, *, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(self, stack: Stack, *, prefix_cache: PrefixCache | None = None, kv_quant: str = "none") -> None:
+        """Try the ways of computing. ``kv_quant``: how keys and values are stored, see ``ServerConfig``."""
         self._stack = stack
-        self.layout = StackLayout.probe(stack)
+        self.layout = StackLayout.probe(stack, in_int8=kv_quant == "int8")
         self.prefix_cache = prefix_cache
         self.meter: BatchMeter | None = None
         self.counters = Counters()

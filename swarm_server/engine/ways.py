@@ -67,7 +67,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
         return _with_replays(stack, layout, try_rows)
     if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
         return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
-    in_place = _tried(lambda: _in_place(try_rows), lambda error: None)
+    in_place = _tried(lambda: _in_place(try_rows, layout), lambda error: None)
     if in_place is None:
         return Ways(refusal="attention cannot read keys and values in place")
     ways, expected = in_place
@@ -82,10 +82,10 @@ def _tried(trial: Callable[[], T], on_error: Callable[[Exception], T]) -> T:
         return on_error(error)
 
 
-def _in_place(try_rows: Callable[[Ways], torch.Tensor]) -> tuple[Ways, torch.Tensor] | None:
+def _in_place(try_rows: Callable[[Ways], torch.Tensor], layout: StackLayout) -> tuple[Ways, torch.Tensor] | None:
     """Return ways that read keys and values in place, and the outputs of the blocks' own code; None if they differ."""
     expected = try_rows(Ways())
-    for attention in (attention_kernel(), None):
+    for attention in (None,) if layout.in_int8 else (attention_kernel(), None):
         ways = Ways(in_place=True, attention=attention)
         if same(try_rows(ways), expected):
             return ways, expected
@@ -93,7 +93,9 @@ def _in_place(try_rows: Callable[[Ways], torch.Tensor]) -> tuple[Ways, torch.Ten
 
 
 def _with_graphs(ways: Ways, stack: Stack, layout: StackLayout, is_right: Callable[[Ways], bool]) -> Ways:
-    refusal = "attention is not the kernel's" if ways.attention is None else _need_their_own_code(stack, layout)
+    refusal = _need_their_own_code(stack, layout)
+    if refusal is None and ways.attention is None:
+        refusal = "attention is not the kernel's"
     if refusal is not None:
         return replace(ways, refusal=refusal)
     if not isinstance(stack, BlockStack):
@@ -152,6 +154,8 @@ def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:
     """Return why steps of these blocks cannot become graphs; None if they can be tried."""
     if layout.has_states or layout.has_index:
         return "blocks remember more than keys and values"
+    if layout.in_int8:
+        return "keys and values are in int8"
     if not stack.row_independent:
         return "the output of a row depends on the other rows"
     if any(isinstance(module, SplitLinear) for module in stack.modules()):

@@ -44,8 +44,9 @@ class StackLayout:
     outputs: tuple[Channel, ...]
 
     @classmethod
-    def probe(cls, stack: Stack) -> StackLayout:
-        facts = tuple(facts for part in stack.views(stack.span) for facts in _probed(part))
+    def probe(cls, stack: Stack, in_int8: bool = False) -> StackLayout:
+        """Return the layout of what the blocks of ``stack`` store. ``in_int8``: for ``Channel``s of keys and values."""
+        facts = tuple(facts for part in stack.views(stack.span) for facts in _probed(part, in_int8))
         outputs = tuple(Channel(1, stack.hidden_size, stack.dtype, stack.device_of(block)) for block in stack.span)
         return cls(stack.span, facts, outputs)
 
@@ -71,6 +72,11 @@ class StackLayout:
     def has_index(self) -> bool:
         """Return whether some blocks choose the positions that they attend to."""
         return any(block.index for block in self.blocks)
+
+    @property
+    def in_int8(self) -> bool:
+        """Return whether keys and values are stored in int8."""
+        return any(block.keys is not None and block.keys.in_int8 for block in self.blocks)
 
     def part(self, span: Span, keeps_outputs: bool, windows: bool = True) -> PageLayout:
         """Return the layout of a session over ``span``. Without ``windows``, every block keeps all positions."""
@@ -110,16 +116,16 @@ class _TakesAll(StatesCache):
         return keys
 
 
-def _probed(stack: BlockStack) -> list[BlockFacts]:
+def _probed(stack: BlockStack, in_int8: bool) -> list[BlockFacts]:
     cache = _TakesAll(len(stack.span))
     with torch.inference_mode():
         hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)
         stack(hidden, None, torch.zeros(1, 1, dtype=torch.long, device=stack.device), cache)
     windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=stack.config).layers]
-    return [_facts(cache, block, window) for block, window in enumerate(windows)]
+    return [_facts(cache, block, window, in_int8) for block, window in enumerate(windows)]
 
 
-def _facts(cache: _TakesAll, block: int, window: int | None) -> BlockFacts:
+def _facts(cache: _TakesAll, block: int, window: int | None, in_int8: bool) -> BlockFacts:
     layer, index_keys = cache.blocks[block], cache.index_keys.get(block)
     slots = [
         Slot(is_convolution, index, tuple(state.shape[1:]), state.dtype, state.device)
@@ -130,9 +136,10 @@ def _facts(cache: _TakesAll, block: int, window: int | None) -> BlockFacts:
     if layer.keys is None or layer.values is None:
         return BlockFacts(None, None, None, tuple(slots))
     index = None if index_keys is None else _channel(index_keys[:, None])
-    return BlockFacts(_channel(layer.keys), _channel(layer.values), window, tuple(slots), index)
+    keys, values = _channel(layer.keys, in_int8), _channel(layer.values, in_int8)
+    return BlockFacts(keys, values, window, tuple(slots), index)
 
 
-def _channel(tensor: torch.Tensor) -> Channel:
+def _channel(tensor: torch.Tensor, in_int8: bool = False) -> Channel:
     """Return the channel that stores tensors like ``tensor``, [1, heads, 1, width]."""
-    return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+    return Channel(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device, in_int8)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from swarm_models.kernels.attention import Numbers, channel_table
+from swarm_models.kernels.int8_linear import TINY, TOP
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.failures import undone_on_error
 from swarm_server.kv.kv_cache import Lease
@@ -28,6 +29,7 @@ from swarm_server.kv.row_states import COPIES, CPU, Slot
 MAX_PARTS = 4  # parts of one row; with more, attention would read small pieces
 FORK_TOKENS = 32  # room in a new page for a row that leaves a page in which another row continues
 GROWTH_TOKENS = 64  # least room in a new page for a row whose page is full
+_SCALE_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,43 @@ class Channel:
     """A kind of data stored per position: keys, values or index keys of a block, or outputs of the last block.
 
     Attributes:
+        dtype: the dtype in which the data is written and read.
         device: the device of the block.
+        in_int8: whether the data is stored as int8, with an fp32 scale for each head of a position.
     """
 
     heads: int
     width: int
     dtype: torch.dtype
     device: torch.device = CPU
+    in_int8: bool = False
 
     @property
     def token_bytes(self) -> int:
-        return self.heads * self.width * self.dtype.itemsize
+        return self.heads * self.stored_width * self.stored_dtype.itemsize
+
+    @property
+    def stored_width(self) -> int:
+        return self.width + _SCALE_BYTES if self.in_int8 else self.width
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.in_int8 else self.dtype
+
+    def rounded(self, data: torch.Tensor) -> torch.Tensor:
+        """Return data [..., width] as it is stored: [..., stored_width], int8 followed by the bytes of its scale."""
+        if not self.in_int8:
+            return data
+        scale = (data.abs().amax(-1).float() / TOP).clamp_(min=TINY)[..., None]
+        q = (data / scale).round_().to(torch.int8)
+        return torch.cat([q.view(torch.uint8), scale.view(torch.uint8)], -1)
+
+    def expanded(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored data, [..., stored_width], as it is read: [..., width], a new tensor unless it is the same."""
+        if not self.in_int8:
+            return stored
+        q, scale = stored[..., : self.width].view(torch.int8), stored[..., self.width :]
+        return (q * scale.clone(memory_format=torch.contiguous_format).view(torch.float32)).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -134,7 +162,8 @@ class Page:
     """Memory for ``capacity`` consecutive positions of ``num_rows`` rows.
 
     Attributes:
-        data: the memory of each channel, [rows, heads, capacity, width].
+        channels: those of the group.
+        data: the memory of each channel, [rows, heads, capacity, stored_width].
         filled: for each row, how many positions are taken.
         pinned: for each row, how many positions may not be filled again because the prefix cache refers to them.
     """
@@ -143,12 +172,17 @@ class Page:
         """Allocate the page; raise PeerBusy if the lease finds no room."""
         self.lease = lease
         self.capacity = capacity
+        self.channels = group.channels
         self.token_bytes = group.token_bytes  # of one row
         self.filled = [0] * num_rows
         self.pinned = [0] * num_rows
         self._charge = lease.take(group.token_bytes * num_rows * capacity, self)
         self.data = [
-            torch.empty(num_rows, channel.heads, capacity, channel.width, dtype=channel.dtype, device=channel.device)
+            torch.empty(
+                (num_rows, channel.heads, capacity, channel.stored_width),
+                dtype=channel.stored_dtype,
+                device=channel.device,
+            )
             for channel in group.channels
         ]
         self._table: Numbers | None = None
@@ -480,14 +514,19 @@ class Run(NamedTuple):
         return slice(self.first, self.first + self.num_rows)
 
     def read(self, channel: int) -> Iterator[torch.Tensor]:
-        """Yield each part as a view, [rows, heads, positions, width]."""
+        """Yield each part, [rows, heads, positions, width]: a view, or a copy if it is stored in another dtype."""
         for part in self.parts:
-            yield part.page.data[channel][part.row : part.row + self.num_rows, :, part.start : part.end]
+            stored = part.page.data[channel][part.row : part.row + self.num_rows, :, part.start : part.end]
+            yield part.page.channels[channel].expanded(stored)
 
     def write(self, channel: int, new: torch.Tensor) -> None:
         """Store data of the last positions, which are in one part. new: [rows of the batch, heads, new, width]."""
+        self.write_stored(channel, self.parts[-1].page.channels[channel].rounded(new[self.rows]))
+
+    def write_stored(self, channel: int, stored: torch.Tensor) -> None:
+        """Store data as it was in another page, [rows, heads, new, stored_width], of the last positions."""
         page, row, end = self.parts[-1].page, self.parts[-1].row, self.parts[-1].end
-        page.data[channel][row : row + self.num_rows, :, end - new.shape[2] : end] = new[self.rows]
+        page.data[channel][row : row + self.num_rows, :, end - stored.shape[2] : end] = stored
 
 
 def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:

@@ -18,8 +18,8 @@ class Stored:
 
     Attributes:
         num_kept: for each group of the layout, how many of the last positions the group has (see ``KvGroup.window``).
-        data: bytes; for each group all its channels, [batch, heads, num_kept, width]; then the states of the blocks, if
-            these positions are the session's last.
+        data: bytes; for each group all its channels, [batch, heads, num_kept, stored_width]; then the states of the
+            blocks, if these positions are the session's last.
     """
 
     num_tokens: int
@@ -53,7 +53,7 @@ class Stored:
 
 
 def read(rows: Sequence[KvRow], group: int, start: int, end: int, channel: int) -> torch.Tensor:
-    """Return one channel of the positions ``start`` … ``end`` that the group has, [rows, heads, positions, width]."""
+    """Return what one channel stores of positions ``start`` … ``end``: [rows, heads, positions kept, stored_width]."""
     result = []
     for row in rows:
         parts = row.slice_of(group, start, end)
@@ -89,9 +89,9 @@ def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States 
             continue
         places = runs(rows, number, 0)
         for index, channel in enumerate(group.channels):
-            data = take(len(rows), channel.heads, count, channel.width, dtype=channel.dtype)
+            data = take(len(rows), channel.heads, count, channel.stored_width, dtype=channel.stored_dtype)
             for run in places:
-                run.write(index, data)
+                run.write_stored(index, data[run.rows])
     if not stored.has_states(layout, len(rows)):
         return None
     return tuple(

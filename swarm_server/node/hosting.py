@@ -223,7 +223,8 @@ class SpanLoader:
         self._closed = threading.Event()
         self._group_lock = threading.Lock()
         products = described(config.quant, devices[0], dtype, is_in_group=config.is_in_group)
-        self._setting = [checkpoint.name, checkpoint.revision, products, str(dtype), hardware_name(devices)]
+        stored = [] if config.kv_quant == "none" else [f"keys and values in {config.kv_quant}"]
+        self._setting = [checkpoint.name, checkpoint.revision, products, *stored, str(dtype), hardware_name(devices)]
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
     @property
@@ -282,7 +283,7 @@ class SpanLoader:
         """Host a loaded span. For ``sharing``, see ``prefix_sharing``."""
         config, span = self._config, stack.span
         prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
-        engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache)
+        engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache, kv_quant=config.kv_quant)
         if engine.ways.graphs is None:
             _logger.info("decode steps are computed by the family's own code: %s", engine.ways.refusal)
         else:

@@ -72,7 +72,7 @@ class Joined:
             num_blocks=checkpoint.family.num_blocks,
             span=span,
             state=ServerState.JOINING,
-            quant=config.quant,
+            quant=config.announced_quant,
             dtype=str(self.starting.dtype).removeprefix("torch."),
             device=self.starting.devices[0].type,
             tls_fingerprint=self.tls_fingerprint,

@@ -94,6 +94,17 @@ def test_servers_of_the_same_coarse_rounding_are_held_to_what_others_are() -> No
         assert Bounds.of(kind, kind, 3, False) == Bounds.of(INT8, INT8, 3, False)
 
 
+def test_keys_and_values_in_int8_are_no_lie_and_hide_none() -> None:
+    """Their rounding is in sessions alone, so that a server with them differs from itself."""
+    kv8, int4 = INT8._replace(quant="int8-kv8"), INT4._replace(quant="int4-kv8")
+    for other in (kv8, INT8, FP32):
+        assert excess(*outputs(0.015), kinds=(kv8, other)) < 0.7
+        inputs, ours, theirs = outputs(0.015)
+        assert excess(inputs, LIES["zeros"](inputs, ours), theirs, (kv8, other)) > 1
+    assert Bounds.of(int4, INT8, 3, False) == Bounds.of(INT4, INT8, 3, False)
+    assert Bounds.of(int4, INT4, 3, False) == Bounds.of(INT4, INT4._replace(device="cuda"), 3, False)
+
+
 def test_nothing_computed_is_compared_too() -> None:
     zeros = torch.zeros(TOKENS, HIDDEN)
     assert excess(zeros, zeros, zeros) == 0

@@ -46,6 +46,7 @@ def test_what_is_no_size(text: str) -> None:
     [
         (dict(quant="nf4"), "a group computes with int8 or int4, not with quant nf4"),
         (dict(quant="fp8"), "a group computes with int8 or int4, not with quant fp8"),
+        (dict(kv_quant="int8"), "a group attends with the compiled kernel: expected kv_quant none"),
         (dict(device="cuda"), "the members of a group compute on the CPU"),
         (dict(group_size=17), "group_size is 17: expected at most 16"),
         (dict(group_listen="leader:31400"), "--group-listen: expected --group-key FILE with it"),
