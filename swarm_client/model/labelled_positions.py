@@ -24,7 +24,8 @@ class LabelledPositions(TrainerCallback):
         GRPOTrainer(model, reward, config, train_dataset=data, callbacks=[LabelledPositions()])
     """
 
-    def on_train_begin(self, _args: Any, _state: Any, _control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner.forward, _LabelledForward):
             inner.forward = _LabelledForward(inner, inner.forward)
