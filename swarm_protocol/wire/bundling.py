@@ -55,20 +55,15 @@ class Outbox(Generic[E]):
     def put_encoded(self, entry: bytes) -> None:
         """Put an entry that is serialised already."""
         size_bytes = len(entry)
-        bundle = self._bundle_with_room(size_bytes)
+        bundle = self._waiting[-1] if self._waiting else None
+        if bundle is None or bundle.num_entries == MAX_BUNDLED or bundle.size_bytes + size_bytes > PART_BYTES:
+            bundle = _Bundle([])
+            self._waiting.append(bundle)
+            self._filled.set()
         bundle.pieces += _tag_and_length(self._field_number, size_bytes), entry
         bundle.num_entries += 1
         bundle.size_bytes += size_bytes
         self.size_bytes += size_bytes
-        self._filled.set()
-
-    def _bundle_with_room(self, size_bytes: int) -> _Bundle:
-        """Return the last message, or a new one if the last has no room for an entry of this size."""
-        last = self._waiting[-1] if self._waiting else None
-        if last is None or last.num_entries == MAX_BUNDLED or last.size_bytes + size_bytes > PART_BYTES:
-            last = _Bundle([])
-            self._waiting.append(last)
-        return last
 
     def close(self) -> None:
         """Stop accepting entries, so that ``send_all`` returns once everything is sent."""
