@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,13 +17,6 @@ def drained(queue: FairQueue[str]) -> list[str]:
     return [queue.pop() for _ in range(len(queue))]
 
 
-def test_first_come_first_served_for_one_client() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for work in "abc":
-        queue.add(work, ["anna"], 5)
-    assert drained(queue) == ["a", "b", "c"]
-
-
 def test_one_that_comes_late_waits_for_one_piece_of_each_other() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
@@ -31,26 +25,6 @@ def test_one_that_comes_late_waits_for_one_piece_of_each_other() -> None:
     queue.add("honest 0", ["honest"], 64)
     queue.add("honest 1", ["honest"], 64)
     assert [queue.pop() for _ in range(4)] == ["honest 0", "flood 1", "honest 1", "flood 2"]
-
-
-def test_costs_count_and_not_pieces() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for _ in range(50):
-        queue.add("large", ["large"], 64)
-        queue.add("small", ["small"], 1)
-    assert Counter(drained(queue)[:40])["small"] > 35
-
-
-def test_what_was_not_used_is_not_saved() -> None:
-    """Whoever was silent may not have all turns afterwards."""
-    queue: FairQueue[str] = FairQueue()
-    for _ in range(50):
-        queue.add("busy", ["busy"], 1)
-    for _ in range(20):
-        queue.pop()
-    for _ in range(20):
-        queue.add("late", ["late"], 1)
-    assert Counter(queue.pop() for _ in range(20)) == {"busy": 10, "late": 10}
 
 
 def test_all_work_is_taken_at_once_if_it_fits_and_has_come_to_an_empty_queue() -> None:
@@ -87,36 +61,6 @@ def test_pieces_that_come_together_stay_together_if_all_work_is_taken() -> None:
     assert queue.take_all(lambda _works: True) == [] and len(queue) == 5
     queue.remove("b")
     assert queue.clear() == ["c", "a", "c"]
-
-
-def test_work_that_is_removed() -> None:
-    queue: FairQueue[object] = FairQueue()
-    one, two, three, four = works = [object() for _ in range(4)]
-    for work in works:
-        queue.add(work, ["anna"], 1)
-    for gone in (two, four, two):  # the last is harmless
-        queue.remove(gone)
-    assert len(queue) == 2
-    assert (queue.clear(), len(queue)) == ([one, three], 0)
-
-
-def test_the_first_that_fits() -> None:
-    """What is taken out of its turn counts like all else, and those who were passed over come next."""
-    queue: FairQueue[str] = FairQueue()
-    for number in range(3):
-        for client in ("anna", "bert"):
-            queue.add(f"{client} {number}", [client], 5)
-    assert [queue.pop(lambda work: work.startswith("bert")) for _ in range(2)] == ["bert 0", "bert 1"]
-    assert drained(queue) == ["anna 0", "anna 1", "bert 2", "anna 2"]
-    assert queue.pop(lambda work: False) is None
-
-
-def test_places_count_for_work_of_the_same_name_alone() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for work, place in (("late", (9,)), ("early", (1,)), ("also early", (1,))):
-        queue.add(work, ["anna"], 5, place)
-    queue.add("last", ["bert"], 5, (99,))
-    assert drained(queue) == ["early", "last", "also early", "late"]
 
 
 def test_users_share_what_their_client_gets() -> None:
@@ -202,26 +146,23 @@ class PlainScan:
             self.now = 0.0
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["add", "add", "pop", "pop even", "take all", "remove"]),
-            st.integers(0, 12),
-            st.integers(1, 9),
-        ),
-        max_size=80,
-    )
-)
-def test_a_look_at_every_name_gives_the_same_order(calls: list[tuple[str, int, int]]) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_look_at_every_name_gives_the_same_order(seed: int) -> None:
+    chance = random.Random(seed)
+    num_names = chance.choice([2, 3, 13])
     queue: FairQueue[int] = FairQueue()
     scan = PlainScan()
-    for work, (call, name, cost) in enumerate(calls):
+    works = list(range(500))  # one is removed by its identity
+    for work in works:
+        call = chance.choices(["add", "pop", "pop even", "remove", "take all"], [10, 7, 1, 1, 0.2])[0]
         if call == "add":
-            queue.add(work, [str(name)], cost, (cost % 3,))
-            scan.add(work, str(name), cost, (cost % 3,))
+            name, cost, place = str(chance.randrange(num_names)), chance.randint(1, 9), (chance.randrange(3),)
+            queue.add(work, [name], cost, place)
+            scan.add(work, name, cost, place)
         elif call == "remove":
-            queue.remove(name)
-            scan.remove(name)
+            gone = works[max(0, work - chance.randrange(20))]
+            queue.remove(gone)
+            scan.remove(gone)
         elif call == "take all":
             taken = queue.take_all(lambda _works: True)
             assert sorted(scan.pop(lambda work: True) for _ in taken) == taken
