@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -28,8 +27,8 @@ from swarm_protocol.net.identity import Identity
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.process.local_registry import DEFAULT_SWARM
 from tests.attack.attacked import Attacked, attacked
+from tests.quick_keys import new_identity
 from tests.swarm.pair import ends_only_at_its_length
-from tests.worlds.crowd import identities
 
 LIFETIME_S = 100.0
 _MAX_IDENTITIES = 200
@@ -77,7 +76,7 @@ class Besieged(Attacked):
 
     @cached_property
     def _identities(self) -> list[Identity]:
-        return list(itertools.islice(identities(_MAX_IDENTITIES), _MAX_IDENTITIES))
+        return [new_identity() for _ in range(_MAX_IDENTITIES)]
 
     def owners(self, number: int) -> list[Identity]:
         """Always the same ones: what they have withdrawn still has its place for a while."""

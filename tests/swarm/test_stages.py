@@ -198,9 +198,9 @@ def test_a_run_file_with_local_steps_trains_and_is_exported(
             serving(file, 1, address),
             serving(file, 1, address),
         ):
-            who = Joining(file.run.name, file.run.target_batch_size, (address,), Identity.generate())
+            who = Joining(file.run.name, file.run.target_batch_size, (address,), new_identity())
             await train_run(file, who, rounds, said.append)
-            await export_run(file, replace(who, identity=Identity.generate()), tmp_path / "out", said.append)
+            await export_run(file, replace(who, identity=new_identity()), tmp_path / "out", said.append)
 
     asyncio.run(scenario())
     assert any(line.endswith("after step 2") for line in said) and any("the outer optimizer" in line for line in said)
