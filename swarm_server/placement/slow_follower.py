@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 SLOW, WELL = 1.3, 1.1  # times as long as without the follower: counts as a slow window, or ends a row of them
 MANY_WINDOWS = 6  # slow windows in a row after which a follower is left out
@@ -14,10 +15,11 @@ def slowdown(shares: Sequence[float], times_s: Sequence[float], member: int) -> 
     """Return how many times as long the group's products take as they would without this follower.
 
     ``shares``: each member's part of the rows. ``times_s``: the time of the leader's own rows, and of waiting for each
-    follower. Without the follower, the leader would have more rows, in proportion.
+    follower. Without the follower, the leader would have more rows, in proportion. Infinite if the group did nothing
+    but wait for this follower.
     """
     without_s = times_s[0] / (1 - shares[member]) + sum(times_s[1:]) - times_s[member]
-    return sum(times_s) / without_s
+    return sum(times_s) / without_s if without_s else inf
 
 
 @dataclass(frozen=True)

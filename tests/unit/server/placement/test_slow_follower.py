@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from swarm_server.placement.slow_follower import BUSY_S, MANY_WINDOWS, SlowWindows, slowdown
@@ -20,6 +22,7 @@ def after(*windows: tuple[float, ...]) -> SlowWindows:
 def test_the_time_beside_that_without_a_follower() -> None:
     assert slowdown(HALVES, (1.0, 0.0), 1) == 0.5  # alone the leader would compute twice as many rows
     assert slowdown(HALVES, (1.0, 3.0), 1) == 2.0
+    assert slowdown(HALVES, (0.0, 3.0), 1) == inf
     # Without the last follower, the leader has two thirds of the rows, and waits for the other as before.
     assert slowdown(THIRDS, (1.0, 1.0, 2.0), 2) == pytest.approx(4 / (4 / 3 + 1))
 
