@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swarm_client.core.config import ClientConfig, Timeouts
-    from swarm_client.model.labelled_positions import LabelledPositions
+    from swarm_client.adapters.labelled_positions import LabelledPositions
     from swarm_client.model.model import DistributedModel, DistributedModelForSequenceClassification
     from swarm_protocol.errors import (
         AccessDenied,
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
     if name in ("ClientConfig", "Timeouts"):
         return getattr(import_module("swarm_client.core.config"), name)
     if name == "LabelledPositions":
-        return import_module("swarm_client.model.labelled_positions").LabelledPositions
+        return import_module("swarm_client.adapters.labelled_positions").LabelledPositions
     if name in __all__:
         if name.startswith("Distributed"):
             import_module("swarm_protocol.imports.model_index").remember_models()

@@ -1,1 +1,1 @@
-"""The parameters that a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire."""
+"""What a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire; and a callback for TRL."""
