@@ -74,7 +74,7 @@ def measure() -> None:
     torch.set_num_threads(1)
     world: Any = stages
     world.ToyStage = LargeStage
-    world.ToySums = lambda stage: Accumulator(stage, MICRO_BATCHES, torch.float32, ROOM.pending)
+    world.StageWorld.sums = staticmethod(lambda stage: Accumulator(stage, MICRO_BATCHES, torch.float32, ROOM.pending))
     world.optimizer_of = lambda stage: torch.optim.AdamW(stage.parameters)
 
     async def scenario() -> None:
