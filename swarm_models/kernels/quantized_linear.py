@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -101,3 +102,18 @@ class QuantizedLinear(torch.nn.Module):
     def extra_repr(self) -> str:
         weight = type(self.quantized).__name__
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {weight}"
+
+
+@contextmanager
+def swapped_weights(
+    layers: Iterable[QuantizedLinear], other: Callable[[QuantizedWeight], QuantizedWeight]
+) -> Iterator[None]:
+    """Make each layer multiply by ``other(its weight)`` while the context is active."""
+    before: list[tuple[QuantizedLinear, QuantizedWeight]] = []
+    try:
+        for layer in layers:
+            before.append((layer, layer.swap_weight(other(layer.quantized))))
+        yield
+    finally:
+        for layer, weight in reversed(before):
+            layer.swap_weight(weight)

@@ -73,7 +73,7 @@ class Bounds:
 
         Errors of four bits, of weights or of numbers in FP8, affect every position, and add up over many blocks to
         nearly the size of the blocks' own effect. Against servers of another quantisation, only gross lies are
-        detectable then: ``is_wide``. Of servers in FP8 the same holds beside one another.
+        detectable then: ``is_wide``. The same holds for two servers in FP8.
         """
         if one == other and one.is_repeatable:
             return cls(error=0.004, outlier=0.05, outlier_share=0.02 if routed else 0.0, gain=0.002)

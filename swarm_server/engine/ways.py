@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from swarm_models.gpu.fp8_weight import Fp8Weight
+from swarm_models.gpu.fp8_weight import Fp8Weight, Fp8WithExactInputs
 from swarm_models.kernels.attention import AttentionKernel, attention_kernel
-from swarm_models.kernels.quantized_linear import QuantizedLinear
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight, swapped_weights
 from swarm_models.quantization.split_linear import SplitLinear
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import IN_WINDOWS, BlockInput
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 _SAME = 5e-3  # relative; rounding in int8 amplifies differences of 1e-7, real errors are of order 1
 _SAME_IN_HALF = 5e-2  # for 16-bit floats: neighbouring values differ by about 4e-3
-_SAME_IN_FP8 = 0.8  # after 30 blocks, if the first inputs differ by 2e-3: each product rounds its inputs to 4 bits
 
 
 @dataclass(frozen=True)
@@ -126,28 +125,39 @@ def with_replays(
     refusal = _need_their_own_code(stack, layout)
     if refusal is not None:
         return Ways(refusal=refusal)
-    replays = StepReplays(stack, _longest_window(layout), attention, recorder)
 
-    def refusal_of_trial() -> str | None:
+    def trial() -> Ways:
         for device in set(stack.devices):
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 if not attention_is_right(attention, device, stack.dtype):
-                    return f"the attention kernel gives other outputs than torch on {device}"
-        outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
+                    return Ways(refusal=f"the attention kernel gives other outputs than torch on {device}")
+        in_fp8 = _fp8_layers(stack)
+        with swapped_weights(in_fp8, _with_exact_inputs):
+            replays = StepReplays(stack, _longest_window(layout), attention, recorder)
+            outputs, expected = try_rows(Ways(graphs=replays)), try_rows(Ways())
         if replays.refusal is None and not same(outputs, expected, _tolerance(stack)):
-            return "a graph gives other outputs than the blocks"
-        return replays.refusal
+            return Ways(refusal="a graph gives other outputs than the blocks")
+        if in_fp8 and replays.refusal is None:  # these graphs multiply by the weights of the trial
+            replays = StepReplays(stack, _longest_window(layout), attention, recorder)
+            try_rows(Ways(graphs=replays))
+        return Ways(graphs=replays) if replays.refusal is None else Ways(refusal=replays.refusal)
 
-    refusal = _tried(refusal_of_trial, lambda error: f"a trial of graphs fails: {error}")
-    return Ways(graphs=replays) if refusal is None else Ways(refusal=refusal)
+    return _tried(trial, lambda error: Ways(refusal=f"a trial of graphs fails: {error}"))
 
 
 def _tolerance(stack: Stack) -> float:
     """Return how far outputs of the blocks may be apart, relative to the largest, if they differ by rounding alone."""
-    weights = [layer.quantized for layer in stack.modules() if isinstance(layer, QuantizedLinear)]
-    if any(isinstance(weight, Fp8Weight) for weight in weights):
-        return _SAME_IN_FP8
     return _SAME if stack.dtype.itemsize > 2 else _SAME_IN_HALF
+
+
+def _fp8_layers(stack: Stack) -> list[QuantizedLinear]:
+    layers = (module for module in stack.modules() if isinstance(module, QuantizedLinear))
+    return [layer for layer in layers if isinstance(layer.quantized, Fp8Weight)]
+
+
+def _with_exact_inputs(weight: QuantizedWeight) -> QuantizedWeight:
+    assert isinstance(weight, Fp8Weight)
+    return Fp8WithExactInputs(weight)
 
 
 def _need_their_own_code(stack: Stack, layout: StackLayout) -> str | None:

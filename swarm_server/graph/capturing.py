@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight, swapped_weights
 from swarm_server.blocks.blocks import BlockStack
 from swarm_server.graph.assembling import Captured
 from swarm_server.graph.lowering import StridedAddress, lowered
@@ -28,7 +26,9 @@ def capture(stack: BlockStack, num_rows: int, length: int) -> Captured:
     hidden = torch.zeros(num_rows, 1, stack.hidden_size, dtype=stack.dtype)
     positions = torch.full((num_rows, 1), length - 1)
     places = [_place(recorder.mark(hidden)), _place(recorder.mark(positions))]
-    with torch.no_grad(), attention_in_place(cache, stack.configs), _recorded_products(stack, recorder), recorder:
+    layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
+    products = swapped_weights(layers, lambda weight: _RecordedWeight(weight, recorder))
+    with torch.no_grad(), attention_in_place(cache, stack.configs), products, recorder:
         output = recorder.view(stack(hidden, None, positions, cache).contiguous())
     operations = needed(recorder.operations, output)
     places.append(_place(output))
@@ -71,19 +71,9 @@ class _RecordingCache(StandInCache):
         return output
 
 
-@contextmanager
-def _recorded_products(stack: BlockStack, recorder: OperationRecorder) -> Iterator[None]:
-    """Make quantised layers report their products to the recorder, and not compute, while the context is active."""
-    layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
-    weights = [layer.swap_weight(_RecordedWeight(layer.quantized, recorder)) for layer in layers]
-    try:
-        yield
-    finally:
-        for layer, weight in zip(layers, weights, strict=True):
-            layer.swap_weight(weight)
-
-
 class _RecordedWeight(QuantizedWeight):
+    """A weight that reports its products to the recorder, and does not compute them."""
+
     def __init__(self, weight: QuantizedWeight, recorder: OperationRecorder) -> None:
         self._weight, self._recorder = weight, recorder
         self.shape = weight.shape

@@ -11,7 +11,7 @@ from swarm_models.kernels.int4_linear import KernelInt4Weight, PlainInt4Weight, 
 from swarm_models.kernels.int8_linear import quantize_rows
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.kernels.library import kernel
-from swarm_models.kernels.quantized_linear import QuantizedLinear
+from swarm_models.kernels.quantized_linear import QuantizedLinear, QuantizedWeight, swapped_weights
 from tests.unit.models.kernels import test_int4_linear, test_kernel_weight
 from tests.unit.models.kernels.conftest import inputs, instructions, on
 
@@ -31,6 +31,23 @@ def weight_of(request) -> Iterator[Callable]:
         return
     with instructions(kernel(), name):
         yield WEIGHTS[kind]
+
+
+def test_weights_are_swapped_back_where_swapping_fails() -> None:
+    layers = [QuantizedLinear(WEIGHTS["torch"](5, 32)) for _ in range(3)]
+    weights = [layer.quantized for layer in layers]
+
+    def other(weight: QuantizedWeight) -> QuantizedWeight:
+        if weight is weights[2]:
+            raise MemoryError("no room for another weight")
+        return WEIGHTS["torch"](5, 32)
+
+    with pytest.raises(MemoryError), swapped_weights(layers, other):
+        pytest.fail("the third layer has no other weight")
+    assert all(layer.quantized is weight for layer, weight in zip(layers, weights, strict=True))
+    with swapped_weights([*layers[:2], layers[0]], other):  # one layer twice
+        assert layers[0].quantized is not weights[0] and layers[1].quantized is not weights[1]
+    assert all(layer.quantized is weight for layer, weight in zip(layers, weights, strict=True))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

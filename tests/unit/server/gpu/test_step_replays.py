@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.gpu.fp8_weight import Fp8Weight, Fp8WithExactInputs
+from swarm_models.kernels.quantized_linear import QuantizedLinear, swapped_weights
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.blocks.blocks import BlockStack, load_blocks
@@ -203,6 +208,48 @@ def test_attention_that_is_right_in_its_trial_alone_is_not_used(llama: BlockStac
     engine.ways = Ways()
     ways = with_replays(llama, engine.layout, engine._try_rows, WrongWithFew(recorder), recorder)
     assert ways.graphs is None and ways.refusal == "a graph gives other outputs than the blocks"
+
+
+class Later(TapeRecorder):
+    """Takes the positions of steps of two rows, as the trial's second step is, for those after them."""
+
+    def record(self, device, compute):
+        play, replay = super().record(device, compute), compute.__self__
+
+        def shifted() -> None:
+            replay._positions += replay.num_rows == 2
+            play()
+
+        return shifted
+
+
+def in_fp8(directory) -> BlockStack:
+    def transform(block: nn.Module, _index: int) -> None:
+        quantize_(block, "fp8", torch.device("cpu"), torch.float32, emulated=True)
+
+    save_checkpoint("llama", directory, initializer_range=0.1)
+    return load_blocks(ModelCheckpoint.open(directory), HOSTED, transform=transform)
+
+
+@pytest.mark.parametrize("recorder", [TapeRecorder(), Later()], ids=["right", "later"])
+def test_graphs_of_blocks_in_fp8_are_tried_with_exact_inputs(recorder: TapeRecorder, tmp_path) -> None:
+    """Their inputs are rounded to four bits, so that what is right differs nearly as much as what is wrong."""
+    stack = in_fp8(tmp_path)
+    layers = [module for module in stack.modules() if isinstance(module, QuantizedLinear)]
+    weights = [layer.quantized for layer in layers]
+    engine = Engine(stack)
+    engine.ways = Ways()
+    ways = with_replays(stack, engine.layout, engine._try_rows, RawAttention(recorder), recorder)
+    assert {type(weight) for weight in weights} == {Fp8Weight}
+    assert all(layer.quantized is weight for layer, weight in zip(layers, weights, strict=True))
+    if type(recorder) is Later:
+        assert ways.graphs is None and ways.refusal == "a graph gives other outputs than the blocks"
+        return
+    assert ways.graphs is not None, ways.refusal
+    outputs, expected = engine._try_rows(ways), engine._try_rows(Ways())
+    with swapped_weights(layers, Fp8WithExactInputs):
+        of_trial = engine._try_rows(Ways())
+    assert (outputs - expected).norm() < 0.1 * (outputs - of_trial).norm(), "graphs multiply by weights of the trial"
 
 
 @pytest.mark.cuda
