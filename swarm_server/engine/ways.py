@@ -62,11 +62,12 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     if layout.has_index or not all(replaceable(view.config) for view in views):
         return Ways(refusal="attention cannot be taken over")
     types = {view.device.type for view in views}
-    if types == {"cuda"}:
-        return _with_replays(stack, layout, try_rows)
-    if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
-        return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
-    in_place = _tried(lambda: _in_place(try_rows, layout), lambda error: None)
+    if not layout.in_int8:  # a copy of keys and values in int8 would be larger than they are, on any device
+        if types == {"cuda"}:
+            return _with_replays(stack, layout, try_rows)
+        if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
+            return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
+    in_place = _tried(lambda: _in_place(stack, layout, try_rows), lambda error: None)
     if in_place is None:
         return Ways(refusal="attention cannot read keys and values in place")
     ways, expected = in_place
@@ -81,13 +82,17 @@ def _tried(trial: Callable[[], T], on_error: Callable[[Exception], T]) -> T:
         return on_error(error)
 
 
-def _in_place(try_rows: Callable[[Ways], torch.Tensor], layout: StackLayout) -> tuple[Ways, torch.Tensor] | None:
+def _in_place(
+    stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], torch.Tensor]
+) -> tuple[Ways, torch.Tensor] | None:
     """Return ways that read keys and values in place, and the outputs of the blocks' own code; None if they differ."""
-    expected = try_rows(Ways())
-    for attention in (None,) if layout.in_int8 else (attention_kernel(), None):
-        ways = Ways(in_place=True, attention=attention)
-        if same(try_rows(ways), expected):
-            return ways, expected
+    tolerance = _tolerance(stack) if layout.in_int8 else _SAME
+    with swapped_weights(_fp8_layers(stack), _with_exact_inputs):
+        expected = try_rows(Ways())
+        for attention in (None,) if layout.in_int8 else (attention_kernel(), None):
+            ways = Ways(in_place=True, attention=attention)
+            if same(try_rows(ways), expected, tolerance):
+                return ways, expected
     return None
 
 

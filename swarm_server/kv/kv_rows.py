@@ -166,6 +166,7 @@ class Page:
         data: the memory of each channel, [rows, heads, capacity, stored_width].
         filled: for each row, how many positions are taken.
         pinned: for each row, how many positions may not be filled again because the prefix cache refers to them.
+        in_int8: whether some channels are stored in int8.
     """
 
     def __init__(self, group: KvGroup, num_rows: int, capacity: int, lease: Lease) -> None:
@@ -174,6 +175,7 @@ class Page:
         self.capacity = capacity
         self.channels = group.channels
         self.token_bytes = group.token_bytes  # of one row
+        self.in_int8 = any(channel.in_int8 for channel in group.channels)
         self.filled = [0] * num_rows
         self.pinned = [0] * num_rows
         self._charge = lease.take(group.token_bytes * num_rows * capacity, self)
@@ -495,7 +497,7 @@ def _given_back(before: Sequence[KvRow], after: Sequence[KvRow], lease: Lease) -
 
 
 class Run(NamedTuple):
-    """Consecutive rows of a batch whose positions lie side by side in the same pages.
+    """Consecutive rows of a batch whose positions lie side by side in the same pages; one row, if they are in int8.
 
     Attributes:
         first: the first row of the batch.
@@ -542,7 +544,10 @@ def runs(rows: Sequence[KvRow], group: int, first: int) -> list[Run]:
 
 
 def _side_by_side(parts: Parts, others: Parts) -> bool:
+    """Return whether two rows are read at once. In int8 they are not, so that one row at a time is expanded."""
     return len(parts) == len(others) and all(
-        part.page is other.page and (part.row + 1, part.start, part.end) == (other.row, other.start, other.end)
+        part.page is other.page
+        and not part.page.in_int8
+        and (part.row + 1, part.start, part.end) == (other.row, other.start, other.end)
         for part, other in zip(parts, others, strict=True)
     )

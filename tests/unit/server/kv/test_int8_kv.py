@@ -9,12 +9,14 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import RequestRejected
+from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
-from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, HistoryChange, Reorder
+from swarm_server.engine.ways import Ways, fastest_ways
 from swarm_server.kv.kv_cache import CacheBudget
-from swarm_server.kv.kv_rows import Channel
+from swarm_server.kv.kv_rows import Channel, runs
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.marks import always
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation
@@ -80,6 +82,52 @@ def test_a_position_takes_a_byte_for_each_number_and_four_for_each_head(engines)
                 assert stored.token_bytes == floats.heads * (floats.width + 4)
     assert int8.layout.token_bytes < plain.layout.token_bytes
     assert int8.ways.attention is None and int8.ways.graphs is None
+    assert int8.ways.in_place == plain.ways.in_place
+
+
+def test_one_row_at_a_time_is_expanded(engines) -> None:
+    for engine, num_runs in zip(engines, (1, 3), strict=True):
+        generation = opened(engine, batch_size=3, reserved=8)
+        step(generation, 2)
+        rows = generation.session.state.rows
+        for group in range(len(generation.session.layout.groups)):
+            assert len(runs(rows, group, 0)) == num_runs
+
+
+class OnGpu:
+    """A stack, or a view of it, that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, stack: BlockStack) -> None:
+        self._stack = stack
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stack, name)
+
+    def views(self, span: Span) -> list[OnGpu]:
+        return [OnGpu(view) for view in self._stack.views(span)]
+
+
+def test_gpus_read_it_where_it_is_stored_too(engines) -> None:
+    _, int8 = engines
+    before, int8.ways = int8.ways, Ways()
+    assert fastest_ways(OnGpu(int8._stack), int8.layout, int8._try_rows) == before
+    int8.ways = before
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_outputs_on_cuda(name: str, tmp_path) -> None:
+    save_checkpoint(name, tmp_path, initializer_range=0.1)
+    checkpoint = ModelCheckpoint.open(tmp_path)
+    plain = Engine(load_blocks(checkpoint, HOSTED))
+    int8 = Engine(load_blocks(checkpoint, HOSTED, device="cuda"), kv_quant="int8")
+    assert int8.ways.in_place, int8.ways.refusal
+    generations = [opened(engine, batch_size=2) for engine in (plain, int8)]
+    for num_tokens in (20, 1, 150, 1):
+        expected, output = (step(generation, num_tokens) for generation in generations)
+        assert 0 < error(output, expected) < ERROR
 
 
 def test_outputs_are_those_of_rounded_keys_and_values(engines) -> None:
