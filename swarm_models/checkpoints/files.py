@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,12 @@ _LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _SHOWN_FILES = 5
 _LIST_TIMEOUT_S = 10.0  # the same timeout that huggingface_hub uses for a file's metadata
 _MAX_NAME = 255  # characters: the limit of most file systems
+_NO_ANSWER = (  # of the hub, whose files may be in the local cache all the same
+    *(HTTPError, OSError),
+    sys.modules[HTTPError.__module__].InvalidURL,  # the hub's or a proxy's address is wrong; it is no HTTPError
+    *(ImportError, RuntimeError),  # a package for the proxy is missing, or the HTTP client is closed
+    *(ValueError, LookupError, TypeError, AttributeError),  # an odd reply
+)
 
 
 class FileMissing(CheckpointError):
@@ -246,7 +253,7 @@ class HubModel:
         """Return the hub's description of the repository; None if the hub cannot be reached, or has no such model."""
         try:
             return HfApi(token=token).model_info(self._repository, revision=self._revision, timeout=_LIST_TIMEOUT_S)
-        except (HTTPError, OSError, ValueError, LookupError, TypeError):  # all but the first two: an odd reply
+        except _NO_ANSWER:
             return None
 
     def _cached_files(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,16 @@ def test_what_the_local_cache_says_is_not_asked_again(tmp_path: Path, monkeypatc
     assert model.local("merges.txt") is None and asked[1:] == ["merges.txt"]  # of which nothing is known
 
 
-@pytest.mark.parametrize("error", [HTTPError("reset"), OSError("offline"), ValueError("no JSON"), KeyError("id")])
+NO_ANSWERS = (
+    *(HTTPError("reset"), OSError("offline"), ValueError("no JSON"), KeyError("id"), TypeError("null")),
+    sys.modules[HTTPError.__module__].InvalidURL("the port is no number"),
+    ImportError("a SOCKS proxy needs socksio"),
+    RuntimeError("the client has been closed"),
+    AttributeError("a list has no get"),
+)
+
+
+@pytest.mark.parametrize("error", NO_ANSWERS, ids=lambda error: type(error).__name__)
 def test_a_hub_that_does_not_say_what_it_has_has_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def model_info(*_arguments: Any, **_options: Any) -> None:
         raise error

@@ -73,6 +73,8 @@ def test_closing_ends_the_thread_with_a_full_buffer_and_one_that_waits(taken: in
 def test_closing_wakes_who_waits_for_a_batch() -> None:
     batches = Counting(free=0)
     loader = Prefetcher(batches)
+    (reading,) = [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    assert reading.daemon, "a read that never ends would keep the process"
     errors: list[str] = []
 
     def wait() -> None:
