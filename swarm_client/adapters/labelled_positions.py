@@ -58,7 +58,7 @@ class _LabelledForward:
 
 @contextmanager
 def _outputs_where(backbone: torch.nn.Module, is_kept: torch.Tensor) -> Iterator[None]:
-    """A context in which a model without its head returns one row, of the hidden states of kept positions.
+    """Make the model without its head return one row, the hidden states of kept positions, in this context.
 
     Args:
         is_kept: [rows, tokens - 1], since the last position predicts nothing.

@@ -120,8 +120,7 @@ class DistributedModelForSequenceClassification(_Distributed):
 
 
 def _client_config(config: ClientConfig | None, keywords: Mapping[str, Any]) -> tuple[ClientConfig, dict[str, Any]]:
-    """Return ``config``, or a config with the values of the keywords, of which one that is None was not given; and the
-    keywords that are no fields of it."""
+    """Return the config, and the keywords that are not fields of it. A keyword that is None counts as not given."""
     own = {field.name for field in fields(ClientConfig)}
     others = {name: value for name, value in keywords.items() if name not in own}
     given = {name: value for name, value in keywords.items() if name in own and value is not None}

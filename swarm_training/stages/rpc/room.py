@@ -34,7 +34,7 @@ class RequestReservation:
     """The bytes that are reserved for one request."""
 
     def __init__(self, shares: HalfShares, trainer: str) -> None:
-        """Reserve nothing yet. ``shares``: of the bytes of all requests."""
+        """Reserve nothing yet. ``shares`` counts the bytes of all requests."""
         self._shares = shares
         self._trainer = trainer
         self.size_bytes = 0
