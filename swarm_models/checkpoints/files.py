@@ -33,7 +33,7 @@ _LIST_TIMEOUT_S = 10.0  # the same timeout that huggingface_hub uses for a file'
 _MAX_NAME = 255  # characters: the limit of most file systems
 _NO_ANSWER = (  # of the hub, whose files may be in the local cache all the same
     *(HTTPError, OSError),
-    sys.modules[HTTPError.__module__].InvalidURL,  # the hub's or a proxy's address is wrong; it is no HTTPError
+    getattr(sys.modules[HTTPError.__module__], "InvalidURL", HTTPError),  # a wrong address; in httpx, no HTTPError
     *(ImportError, RuntimeError),  # a package for the proxy is missing, or the HTTP client is closed
     *(ValueError, LookupError, TypeError, AttributeError),  # an odd reply
 )
