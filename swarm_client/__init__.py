@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm_client.core.config import ClientConfig, Timeouts
     from swarm_client.adapters.labelled_positions import LabelledPositions
+    from swarm_client.core.config import ClientConfig, Timeouts
     from swarm_client.model.model import DistributedModel, DistributedModelForSequenceClassification
     from swarm_protocol.errors import (
         AccessDenied,

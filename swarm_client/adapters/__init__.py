@@ -1,1 +1,1 @@
-"""What a client trains inside remote blocks: LoRA, prompts, and their snapshots for the wire; and a callback for TRL."""
+"""What a client trains inside remote blocks: LoRA, prompts, their snapshots for the wire; and a callback for TRL."""
