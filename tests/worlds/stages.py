@@ -31,6 +31,7 @@ from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
+from swarm_training.stages.peer.counting import InThread
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
@@ -262,12 +263,14 @@ class StageWorld(World):
         local, outer: the local steps of a peer, if there are any, and the optimizer that steps with their average.
         sums: makes the sums of a peer.
         encoder: makes what a peer remembers of the codec's losses.
+        compute: makes a peer's compute thread.
     """
 
     local: Callable[[ToyStage], LocalSteps] | None = None
     outer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = staticmethod(outer_optimizer)
     sums: Callable[[ToyStage], ToySums] = ToySums
     encoder: Callable[[], ErrorFeedback | None] = staticmethod(lambda: None)
+    compute: Callable[[], InThread] = staticmethod(lambda: at_once)
 
     def __init__(
         self,
@@ -336,7 +339,7 @@ class StageWorld(World):
         other = self.num_stages - 1 - index
         shared = SharedGradients(other, stage.shared, peer, watch, network, at_once) if stage.shared else None
         stage_peer = StagePeer(
-            OwnStage(index, state, sums, local), peer, watch, replicas, config.codec, at_once, at_once, shared
+            OwnStage(index, state, sums, local), peer, watch, replicas, config.codec, self.compute(), at_once, shared
         )
         made = SimulatedStagePeer(self, number, stage, stage_peer, state)
         stage_peer.evaluation.compute_by(made.held_out_loss)

@@ -65,9 +65,10 @@ class Accumulator:
     def take(self) -> tuple[Tensor, int]:
         """Return the sums, [elements of all], and the number of micro-batches in them, and begin new sums. These
         micro-batches stay done: their gradients do not come again in this step."""
+        empty = torch.zeros_like(self._sums)  # before the lock is held: others wait for it
         with self._lock:
             taken = self._sums, self._num_summed
-            self._sums, self._num_summed = torch.zeros_like(self._sums), 0
+            self._sums, self._num_summed = empty, 0
             return taken
 
     def add(self, step: int, m: int, trainer: str, gradients: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
+from swarm_protocol.failures import undone_on_error
 from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.run.state import TrainedState
 
@@ -27,53 +28,76 @@ _logger = logging.getLogger(__name__)
 
 
 class StageDrift:
-    """The drift of a stage's weights by local steps, see ``LocalSteps``. Call all methods in the compute thread.
+    """The drift of a stage's weights by local steps, see ``LocalSteps``. Call all methods but ``discard`` in the
+    compute thread.
 
     The sums have the micro-batches since the last local step. Earlier ones of the round are in the weights.
+
+    Attributes:
+        has_failed: whether a local step has led to weights that are not finite. All steps of the round have been taken
+            back, and what counts here must be discarded.
     """
 
     def __init__(self, sums: Accumulator, state: TrainedState, local: LocalSteps) -> None:
         """Begin without steps. ``local``: its samples are micro-batches."""
         self._sums, self._state, self._batch_size = sums, state, local.batch_size
         self._inner = InnerSteps(local, state.parameters)
+        self.has_failed = False
+        self._is_discarded = False  # until the next job of the compute thread takes the steps so far back
 
     @property
-    def is_due(self) -> bool:
-        """Return whether there are enough micro-batches for a local step. Any thread may ask."""
-        return self._sums.num_summed >= self._batch_size
+    def is_behind(self) -> bool:
+        """Return whether ``catch_up`` has something to do. Any thread may ask."""
+        return self._is_discarded or self._sums.num_summed >= self._batch_size
 
-    def step(self, is_last: bool = False) -> bool:
-        """Take a local step with the mean gradient of the micro-batches in the sums. A mean that is not finite is left
-        out. Return False if the weights are not finite afterwards: ``withdraw`` must follow.
+    def catch_up(self, is_last: bool = False) -> None:
+        """Take discarded steps back. Then take a local step with the mean gradient of the micro-batches in the sums, if
+        these are enough. A mean that is not finite is left out.
 
         ``is_last``: whether the round ends, so that fewer micro-batches than usual make a step too."""
-        if not self._sums.num_summed or not (is_last or self.is_due):
-            return True
+        if self._is_discarded:
+            self._withdraw()
+        if self._sums.num_summed < (1 if is_last else self._batch_size):
+            return
         gradient, num_summed = self._sums.take()
-        self._state.set_gradients(gradient.div_(num_summed))
-        if not self._inner.take(num_summed):
-            _logger.warning("gradients are not finite: %d micro-batches are left out", num_summed)
-            return True
-        self._inner.step(is_last)
-        return all(bool(torch.isfinite(each).all()) for each in self._state.parameters)
+        if not num_summed:
+            return  # the event loop has emptied the sums
+        with undone_on_error(self._fail):
+            self._state.set_gradients(gradient.div_(num_summed))
+            if not self._inner.take(num_summed):
+                _logger.warning("gradients are not finite: %d micro-batches are left out", num_summed)
+                return
+            self._inner.step(is_last)
+            if not all(bool(torch.isfinite(each).all()) for each in self._state.parameters):
+                self._fail()  # at once: the next job computes with these weights
 
-    def weighted(self, num_done: int, dtype: torch.dtype) -> Tensor:
-        """Return the drift times the micro-batches of the round, [n]: peers' drifts are averaged with these weights."""
-        return self._state.drift().to(dtype).mul_(num_done)
+    def weighted(self, num_done: int, dtype: torch.dtype) -> Tensor | None:
+        """Take the last local step of the round, and return the drift times the micro-batches of the round, [n]: peers'
+        drifts are averaged with these weights. Return None if a step has failed."""
+        self.catch_up(is_last=True)
+        return None if self.has_failed else self._state.drift().to(dtype).mul_(num_done)
 
-    def withdraw(self) -> None:
-        """Take all local steps of the round back, and empty the sums."""
-        self._sums.discard()
-        self.forget()
-        self._state.restore()
+    def discard(self) -> None:
+        """Have the next job of the compute thread take all steps of the round back. The sums must be empty, so that a
+        step which is under way is the last one with what was in them. Call it in the event loop."""
+        self._is_discarded, self.has_failed = True, False
 
     def forget(self) -> None:
         """Discard what the inner optimizer remembers: the weights have been replaced."""
+        self._is_discarded = self.has_failed = False
         self._inner.forget()
+
+    def _withdraw(self) -> None:
+        self.forget()
+        self._state.restore()
+
+    def _fail(self) -> None:
+        self._withdraw()
+        self.has_failed = True
 
 
 class Counting:
-    """A peer's count of micro-batches. Its methods are for one event loop, except ``add`` and ``clear``.
+    """A peer's count of micro-batches. Its methods are for one event loop, except ``add``, ``catch_up`` and ``clear``.
 
     Attributes:
         done: the micro-batches in the sums, or in the weights by local steps.
@@ -158,25 +182,35 @@ class Counting:
         self._is_not_finite = True
         self._on_change()
 
-    async def step_locally(self) -> None:
-        """Take a local step, if there are such steps and one is due. If it fails, what counts here is discarded, and
-        other peers compute it again."""
-        if self._drift is not None and self._drift.is_due and not await self._compute(self._drift.step):
+    @property
+    def is_behind(self) -> bool:
+        """Return whether there are local steps to take, or to take back."""
+        return self._drift is not None and self._drift.is_behind
+
+    def catch_up(self) -> None:
+        """Take a local step if one is due, and take back steps that were discarded. Call it in the compute thread, at
+        the beginning of each job: so no step waits for the jobs that are queued."""
+        if self._drift is not None:
+            self._drift.catch_up()
+
+    async def discard_failed(self) -> None:
+        """If a local step has failed, discard what counts here: other peers compute it again."""
+        if self._drift is not None and self._drift.has_failed:
             _logger.warning(
-                "a local step led to weights that are not finite: %d micro-batches are given up", len(self.done)
+                "a local step failed, or led to weights that are not finite: %d micro-batches are given up",
+                len(self.done),
             )
             await self.discard()
 
     async def discard(self) -> None:
-        """Empty the sums, and take local steps back."""
+        """Empty the sums. The next job of the compute thread takes local steps back before it computes."""
         async with self.changing:
             await self._discard()
 
     async def _discard(self) -> None:
-        if self._drift is None:
-            await self._in_thread(self._sums.discard)
-        else:
-            await self._compute(self._drift.withdraw)
+        await self._in_thread(self._sums.discard)
+        if self._drift is not None:
+            self._drift.discard()
         self.done = frozenset()
 
     def clear(self, step: int, is_next: bool = False) -> None:
@@ -201,14 +235,13 @@ class Counting:
         """Return the sums, [n] in this dtype. With local steps, return the drift times the number of micro-batches,
         after a last local step with those that are left."""
         async with self.changing:
-            vector: Tensor
             if self._drift is not None:
-                if await self._compute(partial(self._drift.step, is_last=True)):
-                    vector = await self._compute(partial(self._drift.weighted, len(self.done), dtype))
+                vector: Tensor | None = await self._compute(partial(self._drift.weighted, len(self.done), dtype))
+                if vector is not None:
                     return vector
                 await self._discard()
-            vector = await self._in_thread(lambda: self._sums.sums.to(dtype))
-            return vector
+            summed: Tensor = await self._in_thread(lambda: self._sums.sums.to(dtype))
+            return summed
 
     def loss(self) -> tuple[float, int]:
         """Return the mean loss over the tokens of all done micro-batches, infinity if anything is not finite, and the

@@ -119,6 +119,7 @@ class StagePeer:
         self._has_warned = False
         self._warned_of: Moment | None = None
         self._is_averaging = False
+        self._num_computing = 0  # requests
         self.num_counted = 0
 
     # ------------------------------------------------------------ what the service of micro-batches asks
@@ -134,19 +135,25 @@ class StagePeer:
         return self._state.moment
 
     async def compute(self, function: Callable[[], T], share: float) -> T:
-        """Call a function in the compute thread, before the optimizer's step or after it.
+        """Call a function in the compute thread, before the optimizer's step or after it. A local step that is due is
+        taken first.
 
         ``share``: the share of a micro-batch's work. This peer's announced speed follows from the function's
         duration."""
 
         def timed() -> T:
+            self.counting.catch_up()
             began_s = time.perf_counter()
             result = function()
             self._speed.note(share, time.perf_counter() - began_s)
             return result
 
-        result: T = await self._compute(timed)
-        return result
+        self._num_computing += 1
+        try:
+            result: T = await self._compute(timed)
+            return result
+        finally:
+            self._num_computing -= 1
 
     def note_not_finite(self, step: int) -> bool:
         """Record a trainer's report that some answer of this step is not finite, whichever peer computes it. Return
@@ -169,7 +176,7 @@ class StagePeer:
     @property
     def may_leave(self) -> bool:
         """Return whether the run loses nothing with this peer but what trainers can replay: it is not averaging, or a
-        mate holds the same average."""
+        mate holds the same average. Its local steps since the last average are lost, as its sums are."""
         own = self.peer.own
         if own.decided:
             mates = self.peer.view().others
@@ -333,7 +340,7 @@ class StagePeer:
         else:
             self.counting.drop_moot()
             await self._report()
-            await self.counting.step_locally()
+            await self._follow_local_steps()
             await self._follow_evaluations()
             if not self.evaluation.is_awaited and await self.peer.is_due():
                 self._is_averaging = True
@@ -341,6 +348,13 @@ class StagePeer:
                     await self._average()
                 finally:
                     self._is_averaging = False
+
+    async def _follow_local_steps(self) -> None:
+        """Have a due local step taken while nothing else is computed. Otherwise the next job begins with it: nothing
+        here waits for the requests that are queued, as mates and trainers must hear of commits meanwhile."""
+        if self.counting.is_behind and not self._num_computing:
+            await self._compute(self.counting.catch_up)
+        await self.counting.discard_failed()
 
     async def _follow_evaluations(self) -> None:
         if self.evaluation.follow():

@@ -1,7 +1,8 @@
 """The content of micro-batches, and their traces through the stages, with which one stage alone can be replayed.
 
-The content follows from run, step and number alone, so that any trainer can replay it. Weights do not change within a
-step. Hence the inputs of a stage and the gradient of its output are right until its end, whichever peers computed them.
+The content follows from run, step and number alone, so that any trainer can replay it. The inputs of a stage and the
+gradient of its output serve until the end of the step, whichever peers computed them. Without local steps, weights do
+not change meanwhile, so that both are exact. With local steps, both may be those of weights some local steps older.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ class Local:
     async def take(self, m: int, value: float) -> None:
         self.counting.add(0, m, "one", Gradient(value))
         assert await self.counting.commit(0, m, "one")
-        await self.counting.step_locally()
+        self.counting.catch_up()  # as the next job of the compute thread does
+        await self.counting.discard_failed()
 
     @property
     def weight(self) -> float:
@@ -161,8 +162,12 @@ async def test_what_is_given_up_is_taken_back_and_a_step_of_the_run_keeps_the_in
     for m in range(3):
         await made.take(m, 1.0)
     await made.counting.discard()
-    assert (made.weight, made.counting.done, made.sums.num_summed) == (0.0, frozenset(), 0) and not made.inner.state
-    for m in range(2):
+    assert (made.counting.done, made.sums.num_summed) == (frozenset(), 0) and made.counting.is_behind
+    made.counting.add(0, 0, "one", Gradient(1.0))
+    assert await made.counting.commit(0, 0, "one")  # counts, though the weights are still those of before
+    made.counting.catch_up()
+    assert made.weight == 0.0 and not made.inner.state and not made.counting.is_behind
+    for m in range(1, 2):
         await made.take(m, 1.0)
     vector = await made.counting.vector(torch.float32)
     made.state.apply(vector / 2)
@@ -187,3 +192,37 @@ async def test_a_step_to_weights_that_are_not_finite_is_taken_back_with_all_that
         await made.take(m, 100.0)
     assert not (await made.counting.vector(torch.float32)).any()
     assert (made.weight, made.counting.done, made.sums.num_summed) == (0.0, frozenset(), 0)
+
+
+async def test_a_step_that_fails_is_taken_back_in_the_same_job_and_what_is_pending_then_does_not_count() -> None:
+    made = Local(lr=1e38)
+    for m in range(3):
+        made.counting.add(0, m, "one", Gradient(100.0))
+    for m in range(2):
+        assert await made.counting.commit(0, m, "one")
+    made.counting.catch_up()
+    assert made.weight == 0.0  # before the event loop has heard of it: the next job computes with these weights
+    assert await made.counting.commit(0, 2, "one")
+    made.counting.catch_up()
+    await made.counting.discard_failed()
+    made.counting.catch_up()
+    assert (made.weight, made.counting.done, made.sums.num_summed) == (0.0, frozenset(), 0)
+    await made.counting.discard_failed()
+    assert not made.counting.is_behind
+
+
+async def test_an_error_in_a_local_step_leaves_the_weights_that_all_share() -> None:
+    made = Local()
+    await made.take(0, 1.0)
+
+    def fail(*_: object) -> None:
+        with torch.no_grad():
+            made.weights.parameters[0].add_(1.0)
+        raise MemoryError
+
+    made.inner.register_step_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        await made.take(1, 1.0)
+    assert made.weight == 0.0 and made.counting.done == {0, 1}
+    await made.counting.discard_failed()
+    assert made.counting.done == frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,25 +14,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swarm_training.compression.codecs import codec_of
-from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.codecs import Codec, codec_of
+from swarm_training.compression.error_feedback import ChunkPlace, ErrorFeedback
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import average_of
+from swarm_training.stages.trainer.config import TrainerConfig
 from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.unit.training.stages.peer.test_simulated_stages import Churn, start, train
 from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyStage, ToySums, ToyTrainer, micro_batch
+from tests.worlds.toy_stages import ToyGradients
 
 pytestmark = IN_VIRTUAL_TIME
 
 LR = 2.0**-4
 
 
-def descent(batch_size: int, stage: ToyStage) -> LocalSteps:
-    return LocalSteps(torch.optim.SGD(stage.parameters, LR), batch_size)
+def descent(batch_size: int, stage: ToyStage, lr: float = LR) -> LocalSteps:
+    return LocalSteps(torch.optim.SGD(stage.parameters, lr), batch_size)
 
 
 def adamw(batch_size: int, stage: ToyStage) -> LocalSteps:
@@ -305,6 +307,62 @@ async def test_of_two_replicas_that_have_the_same_micro_batch_one_takes_its_step
     require_agreement(world, 3)
 
 
+class SlowThread:
+    """Computes one job after the other, and then waits for so much virtual time."""
+
+    def __init__(self) -> None:
+        self.job_s = 0.0
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, function: Callable[[], Any]) -> Any:
+        async with self._lock:
+            result = function()
+            await asyncio.sleep(self.job_s)
+            return result
+
+
+async def busy_peer(batch_size: int, lr: float = LR) -> tuple[SimulatedStagePeer, SlowThread]:
+    """The only peer of a run, whose jobs take longer than trainers wait for its record to show a commit."""
+    thread = SlowThread()
+    world = local_world(1, 8, lambda stage: descent(batch_size, stage, lr), compute=lambda: thread)
+    (peer,) = await start(world, per_stage=1)
+    thread.job_s = 2 * TrainerConfig().settle_s
+    return peer, thread
+
+
+async def test_commits_are_shown_while_requests_are_queued_and_the_next_one_begins_with_the_local_step() -> None:
+    peer, _ = await busy_peer(2)
+    jobs = [
+        asyncio.ensure_future(peer.stage_peer.compute(lambda: bool(peer.state.drift().any()), 1.0)) for _ in range(3)
+    ]
+    await asyncio.sleep(0.5)  # the first one has begun
+    for m in range(5):
+        peer.backward(0, m, "one", micro_batch(0, m), None)
+        assert await peer.stage_peer.counting.commit(0, m, "one")
+        await asyncio.sleep(0.5)
+        assert from_bits(peer.peer.own.micro_batches, 8) == set(range(m + 1))
+    assert not jobs[0].done()
+    assert await asyncio.gather(*jobs) == [False, True, True]
+
+
+async def test_no_request_is_computed_with_weights_that_are_not_finite() -> None:
+    peer, _ = await busy_peer(1, lr=1e38)
+
+    def has_finite_weights() -> bool:
+        return all(bool(each.isfinite().all()) for each in peer.state.parameters)
+
+    first = asyncio.ensure_future(peer.stage_peer.compute(has_finite_weights, 1.0))
+    await asyncio.sleep(0.5)
+    for number in range(2):
+        large = [torch.full_like(each, 100.0) for each in peer.stage.parameters]
+        peer.stage_peer.counting.add(0, number, "one", ToyGradients(None, large))
+        assert await peer.stage_peer.counting.commit(0, number, "one")
+    await asyncio.sleep(0.5)
+    later = [asyncio.ensure_future(peer.stage_peer.compute(has_finite_weights, 1.0)) for _ in range(3)]
+    assert all(await asyncio.gather(first, *later))
+    assert not peer.stage_peer.counting.done and not from_bits(peer.peer.own.micro_batches, 8)
+
+
 async def test_who_was_cut_off_in_a_round_takes_over_what_the_others_have() -> None:
     world = local_world(2, 8, partial(adamw, 1))
     peers = await start(world)
@@ -418,3 +476,58 @@ def test_replicas_agree_under_kills_with_any_codec(codec: str, has_encoder: bool
     config = replace(CONFIG, codec=codec)
     churn = simulate(lambda: live_under_kills(5, config, encoder=encoder), 2000.0)
     assert churn.killed >= 2
+
+
+class NotedFeedback(ErrorFeedback):
+    """Attributes:
+    given: the sum of all parts that were counted, as they were before errors were added: [n] float64.
+    """
+
+    def __init__(self, codec: Codec, length: int) -> None:
+        super().__init__(codec)
+        self.given = torch.zeros(length, dtype=torch.float64)
+        self._parts: dict[ChunkPlace, Tensor] = {}
+
+    def _corrected(self, place: ChunkPlace, chunk: Tensor) -> Tensor:
+        if place.what.startswith("part"):
+            self._parts[place] = chunk.double().clone()
+        return super()._corrected(place, chunk)
+
+    def commit(self, counted: Collection[ChunkPlace]) -> None:
+        for place, part in self._parts.items():
+            if place in counted:
+                self.given[place.start : place.start + len(part)] += part
+        self._parts = {}
+        super().commit(counted)
+
+    def kept(self, kind: str) -> Tensor:
+        found = torch.zeros_like(self.given)
+        for what, errors in self._errors.items():
+            if what.startswith(kind):
+                found += errors
+        return found
+
+
+async def test_what_the_codec_loses_of_drifts_and_of_their_means_is_kept_for_later_rounds() -> None:
+    """Of each element: what all have applied, and what is kept, is together what the replicas have drifted."""
+    num_micro_batches, length = 6, sum(each.numel() for each in ToyStage(0, 1).parameters)
+    encoders: list[NotedFeedback] = []
+
+    def encoder() -> NotedFeedback:
+        encoders.append(NotedFeedback(codec_of("2bit"), length))
+        return encoders[-1]
+
+    config = replace(CONFIG, codec="2bit")
+    world = local_world(1, num_micro_batches, partial(descent, 1), config, encoder=encoder)
+    peers = await start(world)
+    await train(world, 6, ToyTrainer(world, at_a_time=2))
+    await asyncio.sleep(5.0)  # virtual: both have taken a step that was complete
+    known = require_agreement(world, 6)
+    last = peers[0].state.moment
+    assert {peer.state.moment for peer in peers} == {last} and not last.rollbacks
+    first, now = (torch.cat([each.reshape(-1) for each in known[0, at]]).double() for at in (Moment(0, 0), last))
+    drifted = sum((each.given for each in encoders), torch.zeros_like(first)) / num_micro_batches
+    of_parts = sum((each.kept("part") for each in encoders), torch.zeros_like(first)) / num_micro_batches
+    of_means = sum((each.kept("mean") for each in encoders), torch.zeros_like(first))
+    torch.testing.assert_close(first - now + of_parts + of_means, drifted, rtol=0, atol=1e-5)
+    assert min(float(each.abs().max()) for each in (of_parts, of_means)) > 1e-3

@@ -19,7 +19,9 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.errors import AccessDenied
+from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Plain
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
 from swarm_training.core.bitmap import from_bits
 from swarm_training.core.moment import Moment
@@ -57,13 +59,15 @@ async def enter(
     organiser: OrganiserKey | None = None,
     disk: Path | None = None,
     board: DhtPeerRegistry | None = None,
+    encoder: ErrorFeedback | None = None,
 ) -> tuple[StagePresence, ToyStage]:
     stage = ToyStage(index, STAGES)
     config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk, checkpoint_every=1, checkpoints_kept=11)
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
     where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
     own = OwnStage(index, state, ToySums(stage))
-    return await StagePresence.enter(where, member, config, own, board=board, look_s=LOOK_S), stage
+    entered = await StagePresence.enter(where, member, config, own, board=board, look_s=LOOK_S, encoder=encoder)
+    return entered, stage
 
 
 def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | None) -> RunMembership:
@@ -115,6 +119,13 @@ async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
         truth = single(STAGES, MICRO_BATCHES, 1)[1]
         for stage, expected in zip((first_stage, second_stage), truth, strict=True):
             assert all(map(torch.equal, stage.parameters, expected))
+
+
+async def test_a_stage_averages_with_the_encoder_that_it_is_given() -> None:
+    encoder = ErrorFeedback(codec_of("2bit"))
+    entered, _ = await enter(0, 0, [], encoder=encoder)
+    assert entered.stage_peer.peer._averager._coding.encoder is encoder
+    await entered.leave()
 
 
 async def test_a_moderator_bans_by_the_name_of_the_run() -> None:
