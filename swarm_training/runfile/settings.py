@@ -311,12 +311,20 @@ class RunFile:
         for name, value, reason in (
             ("audit_share of [stages]", stages.audit_share, "peers of a stage give different answers between averages"),
             ("max_norm of [clip]", self.clip.max_norm, "a local step knows the gradient of its own stage alone"),
-            ("every of [evaluation]", self.evaluation.every, "stages leave the weights of an average at once"),
+            ("every of [evaluation]", self.evaluation.every, "no stage keeps the weights that an evaluation needs"),
         ):
             if value:
                 raise ValueError(f"{name} is {value}: expected 0 with [local] in a run in stages, since {reason}")
         if self.optimizer.name == "muon":
-            raise ValueError("name of [optimizer] is 'muon': expected another in a run in stages")
+            raise ValueError(
+                "name of [optimizer] is 'muon': expected another in a run in stages, since its steps differ in the "
+                "last bits from machine to machine"
+            )
+        if self.model.preset and stages.count > 1 and not stages.lora_rank:
+            raise ValueError(
+                f"preset of [model] is {self.model.preset!r}: expected a name_or_path with [local] in a run in stages, "
+                "of a model whose output layer has weights of its own, since a preset's are its embeddings"
+            )
         if self.local.batch_size % stages.micro_batch_size:
             raise ValueError(
                 f"batch_size of [local] is {self.local.batch_size}: expected a multiple of the micro_batch_size of "

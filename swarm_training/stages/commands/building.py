@@ -34,6 +34,7 @@ from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.engine.accumulator import Accumulator
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.settings import BoundarySettings, LoraSettings, Scratch, StageOptions, StageSource
+from swarm_training.stages.engine.skeleton import ties_embeddings
 from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.placement.memory import StageNeeds, room_of
 from swarm_training.stages.rpc.client import WireForms
@@ -140,6 +141,18 @@ def stage_source(file: RunFile) -> StageSource:
         raise ValueError(f"{model.name_or_path} is no causal language model: {first_line(error)}") from None
 
 
+def require_untied(file: RunFile, source: StageSource) -> None:
+    """Raise ValueError if there are local steps, and the first and the last stage would train the same embeddings.
+    Peers of all stages check it, since the stages between them would wait for ever."""
+    is_split = file.stages.count > 1 and not file.stages.lora_rank  # adapters are in blocks alone
+    if file.local.batch_size and is_split and ties_embeddings(source.config):
+        raise ValueError(
+            "the model's embeddings are those of its output layer, and there is [local]: expected a model whose output "
+            "layer has weights of its own, or a lora_rank under [stages], since a local step at the first or the last "
+            "stage knows its own part of their gradient alone"
+        )
+
+
 def stage_options(file: RunFile, device: str) -> StageOptions:
     settings = file.stages
     lora = LoraSettings(rank=settings.lora_rank, seed=file.model.seed) if settings.lora_rank else None
@@ -157,17 +170,10 @@ def build(
 ) -> BuiltStage:
     """Build a stage. ``memory_bytes``: the memory that the process may take.
 
-    Raises ValueError if there is no such stage, or no room for it, or if it cannot take local steps, and as
-    ``build_stage``.
+    Raises ValueError if there is no such stage, or no room for it, and as ``build_stage``.
     """
     num_micro_batches = require_stages(file)
     stage = build_stage(source, index, file.stages.count, stage_options(file, device))
-    if file.local.batch_size and stage.shared:
-        raise ValueError(
-            "the model's embeddings are those of its output layer, and there is [local]: expected a model whose output "
-            "layer has weights of its own, since a local step at the first or the last stage knows its own part of "
-            "their gradient alone; presets have such embeddings"
-        )
     settings = file.optimizer
     needs = needs_of(file, stage)
     room = room_of(needs, memory_bytes)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import grpc
@@ -37,6 +38,7 @@ from swarm_training.stages.commands.building import (
     loss_scale,
     require_same_count,
     require_stages,
+    require_untied,
     stage_source,
     trainer_config,
     training_config,
@@ -96,6 +98,7 @@ async def serve(
     require_same_count(file)
     config, member = training_config(file, who.address), who.membership()
     source = await asyncio.to_thread(stage_source, file)
+    require_untied(file, source)
     may_be_last = index in (None, file.stages.count - 1) or not stays
     held_out = await asyncio.to_thread(held_out_samples, file) if may_be_last else None
     board = await member.join(place.run, config, await member.find_host(config))
@@ -108,7 +111,7 @@ async def serve(
             board,
             place,
             device,
-            pace or PlacementTimes(),
+            pace or PlacementTimes(step_s=inf if file.local.batch_size else PlacementTimes.step_s),
             say,
             afterwards,
             memory_bytes,

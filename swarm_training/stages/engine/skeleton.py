@@ -107,8 +107,14 @@ def layout_of(config: PreTrainedConfig, span: Span) -> Layout:
         span.within(family.num_blocks),
         before,
         after,
-        bool(getattr(config, "tie_word_embeddings", False) and getattr(model_class, "_tied_weights_keys", None)),
+        ties_embeddings(config),
     )
+
+
+def ties_embeddings(config: PreTrainedConfig) -> bool:
+    """Return whether the head of models of this config multiplies by the token embeddings."""
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return bool(getattr(config, "tie_word_embeddings", False) and getattr(model_class, "_tied_weights_keys", None))
 
 
 def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:

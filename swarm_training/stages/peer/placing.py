@@ -32,7 +32,8 @@ class PlacementTimes:
 
     Attributes:
         look_s: the time for which a joining peer listens before it chooses.
-        step_s: the longest time for which a leaving peer waits for the end of the step.
+        step_s: the longest time for which a leaving peer waits for the end of the step. A round of local steps lasts
+            long, and all of the peer's part of it would be lost: ``inf`` fits such a run.
     """
 
     look_s: float = 5.0

@@ -107,11 +107,15 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
         ),
         (
             text(local="batch_size = 8", stages="count = 2", evaluation='every = 5\nsource = "x"'),
-            r"every of \[evaluation\] is 5: expected 0 with \[local\] in a run in stages, since stages leave",
+            r"every of \[evaluation\] is 5: expected 0 with \[local\] in a run in stages, since no stage",
         ),
         (
             text(local="batch_size = 8", stages="count = 2", optimizer='name = "muon"\nlr = 1'),
-            r"name of \[optimizer\] is 'muon': expected another in a run in stages",
+            r"name of \[optimizer\] is 'muon': expected another in a run in stages, since its steps differ",
+        ),
+        (
+            text(local="batch_size = 8", stages="count = 3", model='preset = "tiny"\ntokenizer = "gpt2"'),
+            r"preset of \[model\] is 'tiny': expected a name_or_path with \[local\] in a run in stages",
         ),
         (
             text(local="batch_size = 8", stages="count = 2\nmicro_batch_size = 16"),

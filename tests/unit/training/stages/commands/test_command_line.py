@@ -10,7 +10,7 @@ import pytest
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.runfile.settings import ClipSettings, LocalSettings, RunFile, TokenSettings
+from swarm_training.runfile.settings import ClipSettings, LocalSettings, ModelSettings, RunFile, TokenSettings
 from swarm_training.runfile.stage_settings import WIRE_FORMS, StageSettings
 from swarm_training.stages.command_line import main
 from swarm_training.stages.commands.building import (
@@ -127,7 +127,7 @@ def test_what_counts_exactly_cannot_be_compressed_with_memory_nor_copied_to_the_
 
 
 def local(**stages: object) -> RunFile:
-    return replace(settings(**stages), local=LocalSettings(batch_size=8))
+    return replace(settings(**stages), model=ModelSettings("nowhere"), local=LocalSettings(batch_size=8))
 
 
 def test_what_local_steps_change_of_a_run_in_stages(tmp_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from math import inf
+
+import torch
 
 from swarm_training.core.record import JOINING, Progress
 from swarm_training.stages.peer.placing import PlacementTimes, margin_of, stage_view
 from swarm_training.stages.placement.stage_choice import PlacedPeer, PlacementView, own_move
 from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.stages.peer.test_simulated_stages import require_equal_to_single
-from tests.worlds.stages import StageWorld, ToyTrainer
+from tests.worlds.stages import HIDDEN, ROWS, StageWorld, ToyTrainer, micro_batch
 
 pytestmark = IN_VIRTUAL_TIME
 
@@ -91,3 +94,19 @@ async def test_a_peer_moves_from_a_faster_stage_while_the_run_goes_on_without_go
     assert fixed.stage_peer.index == 1 and places(world) == {0: 3, 1: 2}
     training.cancel()
     require_equal_to_single(world, 3)
+
+
+async def test_a_peer_that_may_wait_for_the_end_of_a_long_round_moves_no_earlier() -> None:
+    world = StageWorld(2, 8)
+    for _ in range(4):
+        world.join_where_it_helps(replace(PACE, step_s=inf), 0)
+    world.join(1)
+    await until_placed(world, s0=4, s1=1)
+    for m, peer in enumerate(world.alive(0)):
+        peer.backward(0, m, "one", micro_batch(0, m), torch.ones(ROWS, HIDDEN))
+        assert await peer.stage_peer.counting.commit(0, m, "one")
+    await asyncio.sleep(20 * PACE.step_s)  # virtual
+    assert places(world) == {0: 4, 1: 1} and any(peer.peer.own.next_stage == 1 for peer in world.alive(0))
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await until_placed(world, s0=3, s1=2)
+    training.cancel()
