@@ -1,1 +1,1 @@
-"""What a client trains inside remote blocks: LoRA, prompts, their snapshots for the wire; and a callback for TRL."""
+"""Parameters that a client trains in remote blocks: LoRA, prompts, their snapshots for the wire; a callback for TRL."""
