@@ -51,8 +51,9 @@ class _LabelledForward:
         for field in fields(output):
             values = getattr(output, field.name)
             if isinstance(values, torch.Tensor) and values.shape == compact["shift_labels"].shape:
+                mask = is_labelled.to(values.device)  # the head may be elsewhere than the labels
                 # connected to the model, even if no position has a label
-                setattr(output, field.name, values.new_zeros(is_labelled.shape).masked_scatter(is_labelled, values))
+                setattr(output, field.name, values.new_zeros(mask.shape).masked_scatter(mask, values))
         return output
 
 
