@@ -29,8 +29,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.pb import training_pb2 as pb
-from swarm_training.rollback.saving import load_newest, save
-from swarm_training.run.state import digest_of
+from swarm_training.run.saving import load_newest, save
 from tests.worlds.runs import Board, SimulatedPeer, World
 
 HOUR_S = 3600.0
@@ -315,7 +314,7 @@ class Week:
         while volunteer.peer is None:
             peer = self._make(volunteer)
             disk = self._disk(volunteer)
-            resumed_at = load_newest(peer.state, disk, digest_of) if disk.exists() else None
+            resumed_at = load_newest(peer.state, disk) if disk.exists() else None
             if not self._is_founded and (resumed_at is not None or not self._has_saved):
                 self._is_founded = True
                 volunteer.peer = peer

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
+    from swarm_training.commands.staged import StagesBackend
+
 _GRANT = ["moderate", "grant"]  # of a run: the same as of a private swarm
 
 
@@ -44,9 +46,8 @@ def _run() -> None:
         server(argv[1:], all_parsers, _hold_stage)
     elif command == [TRAIN] and argv[1:3] != _GRANT:
         from swarm_training.command_line import main as train
-        from swarm_training.stages.front import STAGES
 
-        train(argv[1:], all_parsers=all_parsers, stages=STAGES)
+        train(argv[1:], all_parsers=all_parsers, stages=_stages)
     elif command == [EXPERTS]:
         from swarm_training.experts.command_line import main as experts
 
@@ -87,6 +88,13 @@ def _chosen() -> list[str]:
         sys.exit(0)
     signals.exit_on_interrupt()  # while the command is imported
     return words
+
+
+def _stages() -> StagesBackend:
+    """Return what reaches a run in stages, once such a run is asked for."""
+    from swarm_training.stages.front import STAGES
+
+    return STAGES
 
 
 def _hold_stage(args: argparse.Namespace) -> Callable[[], None]:

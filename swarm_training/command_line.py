@@ -32,10 +32,18 @@ from swarm_training.commands.flags import (
     parse_part,
     require_initial_peers,
 )
-from swarm_training.commands.staged import STAGE, TRAINER, StagesBackend, export_staged, join_staged, require_unstaged
-from swarm_training.contract.backend import Backend, Joining, Look, PeerAddress, SendOrder
+from swarm_training.commands.staged import (
+    STAGE,
+    TRAINER,
+    Stages,
+    StagesBackend,
+    export_staged,
+    join_staged,
+    require_unstaged,
+)
+from swarm_training.contract.backend import Backend, Joining, PeerAddress
 from swarm_training.contract.views import RunView
-from swarm_training.core_backend import BACKEND
+from swarm_training.core.callbacks import Command
 from swarm_training.reports.observing import RunObserver
 from swarm_training.reports.reporter import parse_report
 from swarm_training.reports.stepping import open_reports
@@ -48,11 +56,11 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.5, 3600.0
 _MAX_HOURS = 24 * 3660.0
 _MAX_STEP = 1 << 53
 _ROLLBACK_LASTS_S = 3600.0  # by then the order has been carried out, or cannot be
-Command = Callable[[], None]
 
 
-def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None) -> argparse.ArgumentParser:
-    """Return the parser. ``backend`` reaches a run, ``stages`` reaches a run in stages."""
+def make_parser(backend: Backend | None = None, stages: Stages | None = None) -> argparse.ArgumentParser:
+    """Return the parser. ``backend`` reaches a run in place of the network; ``stages`` returns what reaches a run in
+    stages."""
     parser = argparse.ArgumentParser(prog=_PROG, description="Train one model together with others.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     command = partial(add_run_command, commands)
@@ -76,7 +84,6 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
 
     export = command("export", partial(_export, stages), "write a run in stages as a checkpoint for transformers")
     add_joining_flags(export)
-    export.add_argument("directory", type=Path, metavar="DIR")
     add_export_flags(export)
 
     watch = command("watch", partial(_watch, backend, stages), "show the run live, until Ctrl-C")
@@ -97,15 +104,15 @@ def make_parser(backend: Backend = BACKEND, stages: StagesBackend | None = None)
     summed.add_argument("--file", type=Path, metavar="LEDGER", help="sum this file instead of asking peers")
     summed.add_argument("--json", action="store_true", help="print JSON")
 
-    _add_moderate(commands, backend.send_order, backend.look)
+    _add_moderate(commands, backend)
     return parser
 
 
 def parse_args(
     argv: list[str],
-    backend: Backend = BACKEND,
+    backend: Backend | None = None,
     all_parsers: Callable[[], Parsers] | None = None,
-    stages: StagesBackend | None = None,
+    stages: Stages | None = None,
 ) -> argparse.Namespace:
     """Parse the arguments. ``all_parsers``: the parsers of all commands, see ``apply_config``.
 
@@ -116,19 +123,19 @@ def parse_args(
     return parser.parse_args(argv)
 
 
-def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], send: SendOrder, look: Look) -> None:
+def _add_moderate(commands: argparse._SubParsersAction[argparse.ArgumentParser], backend: Backend | None) -> None:
     text = "order a ban or a rollback; needs the membership of a moderator"
     actions = commands.add_parser("moderate", help=text, description=text).add_subparsers(
         dest="action", required=True, metavar="ACTION"
     )
     rollback = add_run_command(
-        actions, "rollback", partial(_rollback, send, look), "go back to a checkpoint, all together"
+        actions, "rollback", partial(_rollback, backend), "go back to a checkpoint, all together"
     )
     add_joining_flags(rollback)
     rollback.add_argument(
         "--to-step", type=int, required=True, metavar="N", help="the newest checkpoint up to this step is taken"
     )
-    ban = add_run_command(actions, "ban", partial(_ban, send), "ban a peer")
+    ban = add_run_command(actions, "ban", partial(_ban, backend), "ban a peer")
     add_joining_flags(ban)
     ban.add_argument("peer_id", metavar="PEER_ID")
     ban.add_argument("--hours", type=float, default=24.0, metavar="N", help="duration of the ban")
@@ -161,12 +168,12 @@ def _init(args: argparse.Namespace) -> Command:
     return run
 
 
-def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
+def _join(backend: Backend | None, stages: Stages | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
     address = address_of(args)
     who = partial(joining, args, file, "TRAINER", locks=True)
     if file.stages.count:
-        return join_staged(_required(stages), args, file, dataclasses.replace(who(), address=address))
+        return join_staged(partial(_required, stages), args, file, dataclasses.replace(who(), address=address))
     require_unstaged(args)
     if args.client_mode and not args.initial_peers:
         raise ValueError("--client-mode needs --initial-peers: a run is founded by a peer that others can call")
@@ -190,23 +197,32 @@ def _join(backend: Backend, stages: StagesBackend | None, args: argparse.Namespa
             setup = prepare(file, member, part, args.device, say, memory_bytes)
             if targets:
                 setup = dataclasses.replace(setup, reports=reports)
-            take_part(setup, member, backend.open_run, threading.Event(), say)
+            take_part(setup, member, _reaching(backend).open_run, threading.Event(), say)
 
     return run
 
 
-def _export(stages: StagesBackend | None, args: argparse.Namespace) -> Command:
+def _export(stages: Stages | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
-    return export_staged(_required(stages), args, file, joining(args, file, "TRAINER"))
+    return export_staged(partial(_required, stages), args, file, joining(args, file, "TRAINER"))
 
 
-def _required(stages: StagesBackend | None) -> StagesBackend:
+def _required(stages: Stages | None) -> StagesBackend:
     if stages is None:
         raise ValueError("this command cannot train in stages: expected `swarm train`")
-    return stages
+    return stages()
 
 
-def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
+def _reaching(backend: Backend | None) -> Backend:
+    """Return ``backend``, or else the one that reaches runs over the network."""
+    if backend is not None:
+        return backend
+    from swarm_training.core_backend import BACKEND
+
+    return BACKEND
+
+
+def _watch(backend: Backend | None, stages: Stages | None, args: argparse.Namespace) -> Command:
     file = read_run_file(args.run_file)
     if not _MIN_INTERVAL_S <= args.interval <= _MAX_INTERVAL_S:
         raise ValueError(
@@ -241,7 +257,7 @@ def _watch(backend: Backend, stages: StagesBackend | None, args: argparse.Namesp
     return run
 
 
-def _ledger(backend: Backend, stages: StagesBackend | None, args: argparse.Namespace) -> Command:
+def _ledger(backend: Backend | None, stages: Stages | None, args: argparse.Namespace) -> Command:
     from swarm_training.commands import summing
 
     file = read_run_file(args.run_file)
@@ -255,7 +271,7 @@ def _ledger(backend: Backend, stages: StagesBackend | None, args: argparse.Names
     runs = _required(stages).stage_runs(file, who) if file.stages.count else [who]
 
     def run() -> None:
-        ledgers = [backend.read_ledger(each) for each in runs]
+        ledgers = [_reaching(backend).read_ledger(each) for each in runs]
         with looking() as look:
             view = look()
         summing.show(ledgers, view, as_json=args.json)
@@ -264,17 +280,17 @@ def _ledger(backend: Backend, stages: StagesBackend | None, args: argparse.Names
 
 
 def _onlooker(
-    backend: Backend, stages: StagesBackend | None, args: argparse.Namespace, file: RunFile
+    backend: Backend | None, stages: Stages | None, args: argparse.Namespace, file: RunFile
 ) -> tuple[Joining, Callable[[], AbstractContextManager[Callable[[], RunView]]]]:
     """Return the identity of a process that only looks at the run, and how it looks."""
     if file.stages.count:  # peers of a stage report their progress to trainers alone; those of other runs, on the DHT
         who = joining(args, file, "TRAINER")
-        return who, partial(_required(stages).look, file, who)
+        return who, lambda: _required(stages).look(file, who)
     who = joining(args, file, "CLIENT")
-    return who, partial(backend.look, who)
+    return who, lambda: _reaching(backend).look(who)
 
 
-def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
+def _ban(backend: Backend | None, args: argparse.Namespace) -> Command:
     from swarm_training.ledger.orders import Ban, ModeratorOrder
 
     file = _moderated(args)
@@ -284,13 +300,13 @@ def _ban(send: SendOrder, args: argparse.Namespace) -> Command:
     order = ModeratorOrder.new(file.run.name, Ban(args.peer_id, args.reason), time.time(), args.hours * 3600.0)
 
     def run() -> None:
-        send(who, order.signed(who.identity, who.token))
+        _reaching(backend).send_order(who, order.signed(who.identity, who.token))
         print(f"the run has received the order to ban {args.peer_id}")
 
     return run
 
 
-def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
+def _rollback(backend: Backend | None, args: argparse.Namespace) -> Command:
     from swarm_training.ledger.orders import GoBack, ModeratorOrder
 
     file = _moderated(args)
@@ -300,14 +316,14 @@ def _rollback(send: SendOrder, look: Look, args: argparse.Namespace) -> Command:
     who = joining(args, file, "MODERATOR")
 
     def run() -> None:
-        with look(who) as view:
+        with _reaching(backend).look(who) as view:
             seen = view()
         if not seen.peers:
             raise ValueError(f"no peer trains run {file.run.name} at present: expected a run that can go back")
         if args.to_step >= seen.step:
             raise ValueError(f"--to-step is {args.to_step}: expected less than {seen.step}, where the run is now")
         order = ModeratorOrder.new(file.run.name, GoBack(args.to_step, seen.rollbacks), time.time(), _ROLLBACK_LASTS_S)
-        send(who, order.signed(who.identity, who.token))
+        _reaching(backend).send_order(who, order.signed(who.identity, who.token))
         print(
             f"the run, at step {seen.step}, has received the order to go back to its newest checkpoint up to "
             f"{args.to_step}"
@@ -333,8 +349,8 @@ def _moderated(args: argparse.Namespace) -> RunFile:
 
 def main(
     argv: list[str],
-    backend: Backend = BACKEND,
+    backend: Backend | None = None,
     all_parsers: Callable[[], Parsers] | None = None,
-    stages: StagesBackend | None = None,
+    stages: Stages | None = None,
 ) -> None:
     run_command(lambda: parse_args(argv or ["--help"], backend, all_parsers, stages))

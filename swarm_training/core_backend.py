@@ -8,21 +8,32 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from swarm_protocol.access.access_control import AccessControl
+from swarm_protocol.errors import PeerUnavailable, SwarmError
+from swarm_protocol.process import network_loop
+from swarm_protocol.process.routine import end_tasks
+from swarm_protocol.process.scratch import scratch_directory
+from swarm_protocol.wire.printable import printable
+from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of
+from swarm_training.compression.codecs import codec_of
+from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.contract.backend import Backend, Joining
 from swarm_training.contract.views import RunView
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from swarm_training.core.record import Progress
-    from swarm_training.ledger.contributions import RoundContributions
-    from swarm_training.ledger.ledger import Ledger
-    from swarm_training.net.channels import GrpcNetwork
-    from swarm_training.progress.board import DhtPeerRegistry
-    from swarm_training.run.training_run import TrainingRun
+from swarm_training.core.config import TrainingConfig
+from swarm_training.core.record import Progress
+from swarm_training.ledger.collecting import Collector, pull
+from swarm_training.ledger.contributions import RoundContributions
+from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
+from swarm_training.ledger.moderation import Moderation
+from swarm_training.net.channels import GrpcNetwork
+from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.run.options import RunOptions
+from swarm_training.run.training_run import TrainingRun
 
 _MAX_ASKED = 8  # peers, each of which may lack rounds that other peers have
 _logger = logging.getLogger(__name__)
@@ -30,21 +41,14 @@ _logger = logging.getLogger(__name__)
 
 def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> TrainingRun:
     """Start the run if there are no initial peers, else join it. Raises what ``TrainingRun`` raises."""
-    from swarm_protocol.access.access_control import AccessControl
-    from swarm_protocol.process.scratch import scratch_directory
-    from swarm_training import RunOptions, TrainingRun
-    from swarm_training.compression.building import build_compressor, build_encoder
-    from swarm_training.core.config import SLOW_ROUND_S
-
     config = dataclasses.replace(who.config, **dataclasses.asdict(who.address), client_mode=who.client_mode)
-    if who.local is not None and not who.averaging.straggler_s:
-        config = dataclasses.replace(config, straggler_s=SLOW_ROUND_S)
     if config.checkpoint_every:
         config = dataclasses.replace(config, checkpoint_directory=scratch_directory())
+    rank = who.power_sgd_rank
     options = RunOptions(
         identity=who.identity,
-        compressor=build_compressor(who.averaging, [parameter.shape for parameter in parameters], who.run),
-        encoder=build_encoder(who.averaging),
+        compressor=PowerSGD([each.shape for each in parameters], rank, who.run) if rank else None,
+        encoder=ErrorFeedback(codec_of(config.codec)) if who.error_feedback else None,
         access=None if who.organiser is None else AccessControl(who.organiser),
         token=who.token,
         resumed_at=who.resumed_at,
@@ -66,15 +70,7 @@ def open_run(who: Joining, parameters: Sequence[nn.Parameter], optimizer: torch.
 def look(who: Joining) -> Iterator[Callable[[], RunView]]:
     """Yield a function that returns the run's present view. It uses a DHT node that only queries, and requests rounds
     of the ledger from peers. No peer waits for this process. Raises NoSwarm if no initial peer answers."""
-    from swarm_protocol.process import network_loop
-    from swarm_protocol.process.routine import end_tasks
-    from swarm_training.commands.looking import peers_of, shown_bans, shown_users, view_of
-    from swarm_training.core.config import TrainingConfig
-    from swarm_training.ledger.collecting import Collector
-    from swarm_training.ledger.ledger import LAST, Ledger, LedgerLimits
-    from swarm_training.run.moderation import Moderation
-
-    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.averaging.max_samples), who.organiser)
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.config.max_samples), who.organiser)
     member, resources = who.membership(), AsyncExitStack()
     known: list[Progress] = []
     moderation = Moderation(member.orders(who.run))
@@ -83,7 +79,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
         moderation.take(await board.read_orders())
         known[:] = peers_of(who.run, await board.read(), moderation.banned())
         bans = shown_bans(moderation.bans())
-        view = view_of(who.run, who.target_batch_size, tuple(known), bans, who.averaging.max_samples)
+        view = view_of(who.run, who.target_batch_size, tuple(known), bans, who.config.max_samples)
         return dataclasses.replace(view, users=shown_users(ledger.totals()))
 
     async def keep(data: bytes, round_: RoundContributions) -> bool:
@@ -107,15 +103,7 @@ def read_ledger(who: Joining) -> Ledger:
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if no peer of the run gives its rounds.
     """
-    from swarm_protocol.errors import PeerUnavailable, SwarmError
-    from swarm_protocol.process import network_loop
-    from swarm_protocol.wire.printable import printable
-    from swarm_training.commands.looking import peers_of
-    from swarm_training.core.config import TrainingConfig
-    from swarm_training.ledger.collecting import pull
-    from swarm_training.ledger.ledger import Ledger, LedgerLimits
-
-    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.averaging.max_samples), who.organiser)
+    ledger = Ledger(who.run, LedgerLimits.of(who.target_batch_size, who.config.max_samples), who.organiser)
 
     async def take(data: bytes) -> bool:
         return ledger.add(data) is not None
@@ -150,8 +138,6 @@ def send_order(who: Joining, order: bytes) -> None:
 
     Raises NoSwarm if no initial peer answers, PeerUnavailable if none of them keeps the order.
     """
-    from swarm_protocol.process import network_loop
-    from swarm_training.core.config import TrainingConfig
 
     async def publish() -> None:
         board = await who.membership().join(who.run, TrainingConfig())

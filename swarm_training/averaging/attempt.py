@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from swarm_training.averaging.sums import ChunkClip, ChunkSum, ExactSum
+from swarm_training.core.callbacks import InThread
 
 Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the bytes for all members
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Outcomes:

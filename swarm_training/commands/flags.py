@@ -96,6 +96,7 @@ def add_report_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--best", action="store_true", help="write the step with the lowest loss on held-out data")
     parser.add_argument(
         "--averaged", action="store_true", help="write the moving average of the weights instead, see `average_decay`"
@@ -129,8 +130,16 @@ def joining_as(
     from swarm_protocol.net.identity import Identity, locked_key_file
 
     own = Identity.load_or_create(identity) if identity is not None else None
-    peers, config = tuple(initial_peers), file.peer_config
-    join = partial(Joining, file.run.name, file.run.target_batch_size, peers, averaging=file.averaging, config=config)
+    averaging = file.averaging
+    join = partial(
+        Joining,
+        file.run.name,
+        file.run.target_batch_size,
+        tuple(initial_peers),
+        config=file.peer_config,
+        power_sgd_rank=averaging.power_sgd_rank,
+        error_feedback=averaging.error_feedback,
+    )
     if not file.tokens.organiser:
         if membership is not None:
             raise ValueError("--membership is for a run with an organiser: this run file names none under [tokens]")

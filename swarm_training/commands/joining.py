@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from swarm_training.commands.building import (
 from swarm_training.commands.checking import require_held_out
 from swarm_training.commands.looking import shown_bans, view_of
 from swarm_training.contract.backend import Joining, OpenRun
+from swarm_training.core.callbacks import Say
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.data.blocks import BlockBatches
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from swarm_training.run.training_run import TrainingRun
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)

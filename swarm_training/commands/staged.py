@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from swarm_training.commands.flags import require_initial_peers
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.views import RunView
+from swarm_training.core.callbacks import Command
 from swarm_training.reports.reporter import OpenReporter, parse_report
 from swarm_training.runfile.settings import RunFile
 
 STAGE, TRAINER = "stage", "trainer"
-Command: TypeAlias = Callable[[], None]
 _ROLES = f"--as {STAGE} to hold and compute a stage of the model, or --as {TRAINER} to take data through all stages"
 
 
@@ -42,7 +41,10 @@ class StagesBackend:
     stage_runs: Callable[[RunFile, Joining], Sequence[Joining]]
 
 
-def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
+Stages = Callable[[], StagesBackend]  # imports it late
+
+
+def join_staged(stages: Stages, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
     """Return the command to hold a stage, or to train through all stages. Raises ValueError if the flags do not fit."""
     if args.role is None:
         raise ValueError(f"{args.run_file} is of a run in stages: expected {_ROLES}")
@@ -53,13 +55,13 @@ def join_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, 
     if args.client_mode:
         raise ValueError("--client-mode is not for a run in stages: trainers call the peers of stages")
     if args.role == STAGE:
-        return stages.hold(file, who, args.blocks, args.device, args.memory, reports)
+        return stages().hold(file, who, args.blocks, args.device, args.memory, reports)
     for name in ("blocks", "memory", "host", "port", "dht_port", "announce_host"):
         if getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is for --as {STAGE}: a trainer holds no part of the model, and nobody calls it")
     require_initial_peers(args, "members of the run, since a trainer holds no part of it")
-    return stages.train(file, who, reports)
+    return stages().train(file, who, reports)
 
 
 def require_unstaged(args: argparse.Namespace) -> None:
@@ -72,7 +74,7 @@ def require_unstaged(args: argparse.Namespace) -> None:
             )
 
 
-def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
+def export_staged(stages: Stages, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:
     """Return the command to export a run in stages. Raises ValueError if there are no stages, or no peers to ask."""
     if not file.stages.count:
         raise ValueError(
@@ -80,4 +82,4 @@ def export_staged(stages: StagesBackend, args: argparse.Namespace, file: RunFile
             "under [run]"
         )
     require_initial_peers(args, "members of the run")
-    return stages.export(file, who, args.directory, args.averaged, args.best)
+    return stages().export(file, who, args.directory, args.averaged, args.best)

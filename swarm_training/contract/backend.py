@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.views import RunView
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
@@ -43,8 +42,8 @@ class Joining:
         initial_peers: multiaddrs of members; empty: this peer founds the run.
         organiser: the key whose members alone take part; None: anybody may.
         token: this peer's grant; empty without an organiser.
-        averaging: the run's settings for averaging.
         config: the settings of this peer; ``checkpoint_directory`` is chosen when the run is opened.
+        power_sgd_rank, error_feedback: see ``AveragingSettings``.
         resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
         local: the steps that this peer takes between two global steps; None: there are none.
         evaluation: the evaluation on held-out data; None: there is none.
@@ -57,8 +56,9 @@ class Joining:
     identity: Identity = field(repr=False)
     organiser: SwarmKey | None = None
     token: bytes = field(default=b"", repr=False)
-    averaging: AveragingSettings = field(default_factory=AveragingSettings)
     config: TrainingConfig = field(default_factory=TrainingConfig)
+    power_sgd_rank: int = 0
+    error_feedback: bool = False
     resumed_at: Moment | None = None
     local: LocalSteps | None = None
     evaluation: Evaluation | None = None

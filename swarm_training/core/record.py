@@ -151,6 +151,11 @@ class Progress:
         return bool(self.micro_batches)
 
     @property
+    def holds(self) -> bool:
+        """Return whether the peer holds the decided average of its moment, and waits for peers of other runs."""
+        return bool(self.decided)
+
+    @property
     def moment(self) -> Moment:
         return Moment(self.rollbacks, self.step)
 

@@ -11,9 +11,9 @@ from math import fsum, inf, isfinite
 import torch
 from torch import Tensor, nn
 
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.record import HeldOutLoss
-from swarm_training.evaluation.evaluator import InThread
 
 # Of a model in evaluation mode: for each batch of the held-out data, the mean loss and the number of samples.
 Losses = Callable[[nn.Module], Iterable[tuple[Tensor | float, int]]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from swarm_protocol.failures import logged_errors
 from swarm_training.averaging.group import MAX_EVALUATIONS, Group
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress
@@ -20,7 +20,6 @@ from swarm_training.progress.policy import LocalView
 
 _LOOK_S = 0.5  # between two looks at whose turn it is
 _logger = logging.getLogger(__name__)
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class HeldParameters(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
+from swarm_training.core.callbacks import Say
 from swarm_training.core.record import HeldOutLoss
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
-
-Say = Callable[[str], object]
 
 
 class KnownLosses:

@@ -7,11 +7,12 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.ledger.archive import Archive
-from swarm_training.ledger.collecting import Collector, InThread
+from swarm_training.ledger.collecting import Collector
 from swarm_training.ledger.contributions import RoundContributions, verify_round
 from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.wire.printable import printable
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
@@ -27,7 +27,6 @@ _SIGNATURES_PER_S = 200.0  # checked in rounds of other peers: about 2 % of a co
 _logger = logging.getLogger(__name__)
 Ask = Callable[[pb.RoundsRequest], Awaitable[pb.RoundsReply]]
 Take = Callable[[bytes], Awaitable[bool]]
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Collector:

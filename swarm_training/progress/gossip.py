@@ -13,12 +13,12 @@ import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from swarm_protocol.errors import SwarmError
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.table import ProgressTable
@@ -28,16 +28,6 @@ _PUBLISH_S = 15.0
 _READ_S, _READ_ALONE_S = 15.0, 2.0  # the second while no peer is known
 _TIMEOUT_S = 3.0
 _logger = logging.getLogger(__name__)
-
-
-class OrderBook(Protocol):
-    """The orders of moderators that this peer knows."""
-
-    def digest(self) -> bytes:
-        """Return the digest of all orders; empty if this peer obeys none."""
-
-    def take(self, orders: Iterable[bytes]) -> None:
-        """Accept those of the orders that are valid; they come from strangers."""
 
 
 class Gossip:
@@ -54,7 +44,7 @@ class Gossip:
         network: Network,
         board: DhtPeerRegistry,
         renew: Callable[[], pb.SignedProgress],
-        orders: OrderBook,
+        orders: Moderation,
         rng: random.Random,
     ) -> None:
         """Prepare the exchange. ``renew`` returns this peer's present record in a new version."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_training.averaging.group import Group
 from swarm_training.checkpoints.state_file import StateFile
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress
 from swarm_training.core.signing import read_signed
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import LocalView, leader_of
 from swarm_training.rollback.divergence import LossHistory, agreed_loss, observe
@@ -25,16 +26,6 @@ from swarm_training.rollback.kept import KeptCheckpoints
 
 _IN_VAIN = "the run goes on, as most peers hold no checkpoint from before, or do not agree"
 _logger = logging.getLogger(__name__)
-
-
-class RollbackOrders(Protocol):
-    """The orders of moderators that this peer knows."""
-
-    def rollbacks_due(self, rollbacks: int) -> Mapping[bytes, int]:
-        """Return the orders for a run that has gone back so often, as signed, with the step to go back to."""
-
-    def take(self, orders: Sequence[bytes]) -> None:
-        """Take the valid ones of some orders, which come from strangers."""
 
 
 class Rollbacks:
@@ -49,9 +40,9 @@ class Rollbacks:
     def __init__(
         self,
         config: TrainingConfig,
-        orders: RollbackOrders,
+        orders: Moderation,
         fetch: Callable[[Progress, bytes], Awaitable[StateFile]],
-        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
+        in_thread: InThread,
         rng: random.Random,
         kept: KeptCheckpoints | None = None,
     ) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
-from swarm_training.averaging.attempt import InThread
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.averaging.rounds import Rounds
@@ -20,6 +19,7 @@ from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Compressor
 from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.local_stream import stream_pair
 from swarm_training.core.moment import Moment

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from math import inf, isfinite
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from swarm_training.ledger.archive import KeptLedger
 from swarm_training.ledger.book import Book
 from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.ledger.orders import ModeratorOrder, Orders
 from swarm_training.meeting.attending import Averaged, WentBack
 from swarm_training.pb import training_pb2 as pb
@@ -41,7 +42,6 @@ from swarm_training.rollback.restarting import offer_of
 from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
 from swarm_training.run.meetings import NO_LOSS, Averager, Decisions, Environment, GradientCompression
-from swarm_training.run.moderation import Moderation
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.run.transfer.arrival import Arrival
@@ -49,8 +49,6 @@ from swarm_training.run.transfer.downloads import StateDownloads
 from swarm_training.run.transfer.giving import Offer, OwnOffer, StateServer
 from swarm_training.run.transfer.receiving import Downloaded, compare
 
-T = TypeVar("T")
-InThread = Callable[[Callable[[], T]], Awaitable[T]]
 _RETRY_S = 0.1
 _GATHER_S = 0.1  # how long a reply waits for more records that are not urgent
 _FOUND_SOON_S = 10.0

@@ -12,11 +12,11 @@ from swarm_protocol.net.identity import Identity
 from swarm_training.core.record import MAX_EXCLUDED, Progress
 from swarm_training.core.signing import read_signed, sign
 from swarm_training.evaluation.policy import have_ended
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
-from swarm_training.run.moderation import Moderation
 
 _SMOOTHING = 0.3  # weight of the newest measurement
 

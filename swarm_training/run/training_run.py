@@ -25,11 +25,11 @@ from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import ModeratorOrder
 from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.progress import policy
-from swarm_training.rollback.saving import load_newest, save, save_servable
 from swarm_training.run.options import RunOptions
 from swarm_training.run.presence import PeerProcess
+from swarm_training.run.saving import load_newest, save, save_servable
 from swarm_training.run.share import PeerCalls, make_share
-from swarm_training.run.state import TrainedState, digest_of
+from swarm_training.run.state import TrainedState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +90,7 @@ class TrainingRun(Closing):
         if evaluation is not None:
             evaluation.bind(self._state.parameters)
         if options.resume is not None:
-            resumed_at = load_newest(self._state, Path(options.resume), digest_of)
+            resumed_at = load_newest(self._state, Path(options.resume))
         membership = options.membership(initial_peers)
         self._presence = network_loop.run(
             PeerProcess.enter(name, target_batch_size, membership, config, self._state, compression)

@@ -10,6 +10,7 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.core.checks import require, require_one_of
 from swarm_training.core.config import (
+    SLOW_ROUND_S,
     EvaluationPolicy,
     RollbackPolicy,
     TrainingConfig,
@@ -290,13 +291,13 @@ class RunFile:
     @property
     def peer_config(self) -> TrainingConfig:
         """Return the settings of a peer that has the whole model, without the policy of evaluations."""
-        averaging = self.averaging
+        averaging, usual_s = self.averaging, SLOW_ROUND_S if self.local.batch_size else TrainingConfig.straggler_s
         return TrainingConfig(
             codec=averaging.codec,
             aggregation=averaging.aggregation,
             delay=averaging.delay,
             max_samples=averaging.max_samples,
-            straggler_s=averaging.straggler_s or TrainingConfig.straggler_s,
+            straggler_s=averaging.straggler_s or usual_s,
             max_norm=self.clip.max_norm,
             average_decay=self.optimizer.average_decay,
             restart_wait_s=self.run.restart_wait_s,

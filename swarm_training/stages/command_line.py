@@ -18,9 +18,9 @@ from swarm_training.commands.flags import (
     joining,
     require_initial_peers,
 )
+from swarm_training.core.callbacks import Command
 from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.front import Command, export, hold, train
 
 _PROG = "python -m swarm_training.stages"
 _PRINTED = "members of the run, as `serve` prints them"
@@ -55,7 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     trainer.add_argument("--steps", type=int, metavar="N", help="last step of the run; else that of the schedule")
 
     exporting = command("export", _export, "write the run as a checkpoint that transformers loads")
-    exporting.add_argument("directory", type=Path, metavar="DIR")
     add_export_flags(exporting)
     return parser
 
@@ -73,6 +72,7 @@ def _file(args: argparse.Namespace) -> RunFile:
 
 def _serve(args: argparse.Namespace) -> Command:
     from swarm_training.stages.commands.inference import after_last_step
+    from swarm_training.stages.front import hold
 
     file = _file(args)
     if args.stage is not None and not 0 <= args.stage < file.stages.count:
@@ -85,6 +85,8 @@ def _serve(args: argparse.Namespace) -> Command:
 
 
 def _trainer(args: argparse.Namespace) -> Command:
+    from swarm_training.stages.front import train
+
     file = _file(args)
     if args.steps is not None and args.steps < 1:
         raise ValueError(f"--steps is {args.steps}: expected at least 1")
@@ -93,6 +95,8 @@ def _trainer(args: argparse.Namespace) -> Command:
 
 
 def _export(args: argparse.Namespace) -> Command:
+    from swarm_training.stages.front import export
+
     file = _file(args)
     require_initial_peers(args, _PRINTED)
     return export(file, joining(args, file, "TRAINER"), args.directory, args.averaged, args.best)

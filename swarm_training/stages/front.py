@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from swarm_protocol.process.signals import ending_signals
+from swarm_protocol.size import parse_size
+from swarm_protocol.span import Span
+from swarm_training.commands.flags import address_of, joining_as
 from swarm_training.commands.staged import StagesBackend
+from swarm_training.contract.backend import Joining
+from swarm_training.core.callbacks import Command
+from swarm_training.reports.reporter import OpenReporter, parse_report
+from swarm_training.reports.stepping import StepReports, open_reports
+from swarm_training.runfile.reading import read_run_file
+from swarm_training.runfile.settings import RunFile
+from swarm_training.stages.commands.building import require_stages, stage_source
+from swarm_training.stages.commands.exporting import export_run
+from swarm_training.stages.commands.inference import after_last_step
+from swarm_training.stages.commands.looking import look
+from swarm_training.stages.commands.running import carry_out, device_named
+from swarm_training.stages.commands.serving import serve
+from swarm_training.stages.commands.spans import spans_of_stages, stage_with
+from swarm_training.stages.commands.training import train_run
+from swarm_training.stages.routing.run_stages import stage_run
 
-if TYPE_CHECKING:
-    from swarm_training.contract.backend import Joining
-    from swarm_training.contract.views import RunView
-    from swarm_training.reports.reporter import OpenReporter
-    from swarm_training.reports.stepping import StepReports
-    from swarm_training.runfile.settings import RunFile
-
-Command = Callable[[], None]
 say = partial(print, flush=True)
 
 
 def serve_stage(args: argparse.Namespace) -> Command:
     """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
-    from swarm_training.commands.flags import address_of, joining_as
-    from swarm_training.reports.reporter import parse_report
-    from swarm_training.runfile.reading import read_run_file
-    from swarm_training.stages.commands.building import require_stages
-    from swarm_training.stages.commands.inference import after_last_step
-
     file = read_run_file(args.train)
     require_stages(file)
     if args.blocks is not None and args.initial_blocks is not None:
@@ -55,10 +60,6 @@ def _hold_blocks(
     **options: Any,
 ) -> Command:
     """Return the command that holds the stage with these blocks, else as ``hold`` does."""
-    from swarm_protocol.span import Span
-    from swarm_training.stages.commands.building import require_stages, stage_source
-    from swarm_training.stages.commands.spans import spans_of_stages, stage_with
-
     require_stages(file)
     index = None
     if blocks is not None:
@@ -78,10 +79,6 @@ def hold(
 ) -> Command:
     """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
     ``serve``."""
-    from swarm_protocol.size import parse_size
-    from swarm_training.stages.commands.running import carry_out, device_named
-    from swarm_training.stages.commands.serving import serve
-
     options["memory_bytes"] = None if memory is None else parse_size(memory)
     named = device_named(device)
 
@@ -95,8 +92,6 @@ def hold(
 @contextmanager
 def _opened(reports: Sequence[OpenReporter], file: RunFile) -> Iterator[StepReports | None]:
     """Open the places for the numbers of each step. Raises ValueError if one of them cannot be opened."""
-    from swarm_training.reports.stepping import open_reports
-
     with closing(open_reports(reports, file.run.name)) as opened:
         yield opened if reports else None
 
@@ -105,8 +100,6 @@ def _until_stopped(hold: Command) -> Command:
     """Return a command without an error at its end: a server that ends after a signal has done what it should."""
 
     def run() -> None:
-        from swarm_protocol.process.signals import ending_signals
-
         try:
             hold()
         except KeyboardInterrupt:
@@ -120,14 +113,9 @@ def _until_stopped(hold: Command) -> Command:
 
 def train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = (), end: int | None = None) -> Command:
     """Return the command that takes data through the stages; ``end``: see ``train_run``."""
-    from swarm_training.stages.commands.building import require_stages
-    from swarm_training.stages.commands.running import carry_out
-
     require_stages(file)
 
     def run() -> None:
-        from swarm_training.stages.commands.training import train_run
-
         with _opened(reports, file) as opened:
             carry_out(lambda: train_run(file, who, end, say, opened))
 
@@ -136,34 +124,19 @@ def train(file: RunFile, who: Joining, reports: Sequence[OpenReporter] = (), end
 
 def export(file: RunFile, who: Joining, directory: Path, averaged: bool, best: bool) -> Command:
     """Return the command that writes what was trained; see ``export_run``."""
-    from swarm_training.stages.commands.building import require_stages
-    from swarm_training.stages.commands.running import carry_out
-
     require_stages(file)
 
     def run() -> None:
-        from swarm_training.stages.commands.exporting import export_run
-
         carry_out(lambda: export_run(file, who, directory, say, averaged=averaged, best=best))
 
     return run
 
 
-@contextmanager
-def _look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
-    from swarm_training.stages.commands.looking import look
-
-    with look(file, who) as see:
-        yield see
-
-
 def _stage_runs(file: RunFile, who: Joining) -> list[Joining]:
-    from swarm_training.stages.commands.building import require_stages
-    from swarm_training.stages.routing.run_stages import stage_run
 
     size = require_stages(file)
     names = [stage_run(file.run.name, stage) for stage in range(file.stages.count)]
     return [replace(who, run=name, target_batch_size=size) for name in names]
 
 
-STAGES = StagesBackend(_hold_blocks, train, export, _look, _stage_runs)
+STAGES = StagesBackend(_hold_blocks, train, export, look, _stage_runs)

@@ -23,6 +23,7 @@ from swarm_protocol.errors import PeerMoved, PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.bitmap import contains
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, Progress
@@ -31,13 +32,12 @@ from swarm_training.run.meetings import Environment, GradientCompression
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.counting import InThread
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from swarm_training.stages.routing.run_stages import RunStages, StageMember, stage_run
+from swarm_training.stages.routing.run_stages import RunStages, stage_run
 from tests.worlds.identities import identity
 from tests.worlds.runs import SimulatedNetwork, World
 from tests.worlds.toy_stages import ToyGradients, exact
@@ -456,7 +456,7 @@ class ToyTrainer:
         for index in needing:
             here = [peer for peer in view.stages[index] if peer.moment == moment]
             for m in range(self.world.num_micro_batches):
-                if not any(contains(peer.bits, m) for peer in here):
+                if not any(contains(peer.micro_batches, m) for peer in here):
                     found.setdefault(m, []).append(index)
         return found
 
@@ -501,5 +501,5 @@ class ToyTrainer:
         return self.world.everybody[self.rng.choice(peers).peer_id]
 
 
-def _is_done(stage: Sequence[StageMember], moment: Moment) -> bool:
+def _is_done(stage: Sequence[Progress], moment: Moment) -> bool:
     return any(peer.moment > moment or (peer.moment == moment and peer.holds) for peer in stage)

@@ -102,7 +102,7 @@ class Member:
         return self.host.moment
 
     @property
-    def bits(self) -> bytes:
+    def micro_batches(self) -> bytes:
         return bits_of(self.host.sums.done)
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_training.checkpoints.state_file import StateFile
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer.arrival import Arrival
 
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _REMEMBERED = 4  # steps
 _MOST_SNAPSHOTS = 3  # whole states that a giver has among its temporary files
 _POLL_S = 0.02

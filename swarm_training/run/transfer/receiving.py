@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from math import isfinite
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from swarm_models.checkpoints.safetensors_bytes import write_all
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.failures import undone_on_error
 from swarm_training.checkpoints.state_file import StateFile, no_room, temporary_file
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import Network
@@ -26,7 +27,6 @@ from swarm_training.rollback.divergence import LossHistory
 from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.run.transfer.arrival import Arrival
 
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _IDLE_S = 10.0  # the longest wait for a part
 _DISK_BYTES_PER_S = 20e6  # a giver writes or reads the whole state at least so fast before it sends some of it
 _STATE_FACTOR = 16  # bytes of parameters and optimizer state for each parameter; Adam in fp32 takes 12

@@ -24,7 +24,7 @@ from swarm_training.commands.checking import require_held_out
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import PeerAddress
-from swarm_training.core.config import SLOW_ROUND_S, TrainingConfig
+from swarm_training.core.config import TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.evaluation.policy import MOST_SPARED
 from swarm_training.optim.by_name import decay_groups, optimizer_by_name
@@ -114,7 +114,6 @@ def training_config(file: RunFile, address: PeerAddress | None = None) -> Traini
         config,
         counting="exact",
         codec=codec,
-        straggler_s=file.averaging.straggler_s or (SLOW_ROUND_S if file.local.batch_size else config.straggler_s),
         presume_gone_s=PRESUME_GONE_S,
         checkpoints_kept=max(config.checkpoints_kept, file.run.keep) if lasting else config.checkpoints_kept,
         checkpoint_directory=None if lasting else scratch_directory(),

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from swarm_training.checkpoints.whole_directory import require_writable
 from swarm_training.contract.backend import Joining
+from swarm_training.core.callbacks import Say
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, stage_source, training_config
 from swarm_training.stages.commands.collecting import collect, require_new
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import FILE_NAME
 from swarm_training.stages.peer.presence import WatchPresence
-
-Say = Callable[[str], object]
 
 
 async def export_run(

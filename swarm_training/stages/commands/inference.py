@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +19,7 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_server.core.config import ServerConfig
 from swarm_server.node.server import Server
 from swarm_training.checkpoints.whole_directory import refusals, require_writable
+from swarm_training.core.callbacks import Say
 from swarm_training.core.network import Network
 from swarm_training.net.membership import listening_host
 from swarm_training.runfile.settings import RunFile
@@ -29,7 +30,6 @@ from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.watch import RunWatch, until_end
 
-Say = Callable[[str], object]
 _LOOK_S = 0.2
 _WRITE_AGAIN_S, _MOST_S = 10.0, 300.0  # each attempt fetches all stages again
 

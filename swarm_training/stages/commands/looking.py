@@ -20,6 +20,7 @@ from swarm_training.commands.looking import shown_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.views import PeerView, RunView, StagePeerView, StageView
 from swarm_training.core.bitmap import from_bits
+from swarm_training.core.callbacks import Say
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import TRAINING, Progress
 from swarm_training.evaluation.known_losses import KnownLosses
@@ -33,9 +34,8 @@ from swarm_training.stages.commands.building import require_stages, training_con
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.stage_peer import StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from swarm_training.stages.routing.run_stages import RunStages, StageMember
+from swarm_training.stages.routing.run_stages import RunStages
 
-Say = Callable[[str], object]
 _FOLLOW_S = 0.2
 _AFTER_ERROR_S = 60.0  # so that an error that stays does not fill the log
 _FIRST_S = 5.0  # the first look waits so long until every stage has a peer
@@ -97,10 +97,10 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
     )
 
 
-def _stage_view(index: int, members: Sequence[StageMember], size: int) -> StageView:
+def _stage_view(index: int, members: Sequence[Progress], size: int) -> StageView:
     moment = max((peer.moment for peer in members), default=Moment(0, 0))
     here = [peer for peer in members if peer.moment == moment]
-    done = frozenset[int]().union(*(from_bits(peer.bits, size) for peer in here))
+    done = frozenset[int]().union(*(from_bits(peer.micro_batches, size) for peer in here))
     return StageView(
         index,
         moment.step,
@@ -113,7 +113,7 @@ def _stage_view(index: int, members: Sequence[StageMember], size: int) -> StageV
                 peer.peer_id,
                 peer.moment.step,
                 peer.moment.rollbacks,
-                len(from_bits(peer.bits, size)),
+                peer.samples,
                 peer.holds,
                 peer.samples_per_s,
                 peer.next_stage,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,10 @@ import grpc
 
 from swarm_protocol.process.routine import end_tasks, repeat
 from swarm_server.machine.heap import HeapTrimmer
-from swarm_training.compression.building import build_encoder
+from swarm_training.compression.codecs import codec_of
+from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
+from swarm_training.core.callbacks import Say
 from swarm_training.core.config import TrainingConfig
 from swarm_training.data.blocks import TokenBlocks
 from swarm_training.net.channels import GrpcNetwork
@@ -63,7 +65,6 @@ from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
 
-Say = Callable[[str], object]
 _TRIM_S = 20.0  # between two checks for heap growth: giving memory back stops computing for 0.3 s
 
 
@@ -198,7 +199,7 @@ class _Serving:
             shared=spans_of(stage.names, stage.parameters, stage.shared),
             board=self.board,
             look_s=0.0 if self.is_founder else LOOK_S,
-            encoder=build_encoder(self.file.averaging),
+            encoder=ErrorFeedback(codec_of(config.codec)) if self.file.averaging.error_feedback else None,
         )
         files = CurveFiles(config.lasting_directory, self.file, self.say)
         telling = asyncio.ensure_future(follow_stage(presence.stage_peer, self.file, self.reports, files, self.say))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from swarm_training.contract.backend import Joining
+from swarm_training.core.callbacks import Say
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import build_micro_batches, require_stages, trainer_config
 from swarm_training.stages.commands.looking import follow_as_trainer
 from swarm_training.stages.trainer.presence import train
 from swarm_training.stages.trainer.trainer import StepReport
-
-Say = Callable[[str], object]
 
 
 async def train_run(file: RunFile, who: Joining, end: int | None, say: Say, reports: StepReports | None = None) -> None:

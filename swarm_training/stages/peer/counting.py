@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_protocol.failures import undone_on_error
+from swarm_training.core.callbacks import InThread
 from swarm_training.optim.local_steps import InnerSteps, LocalSteps
 from swarm_training.run.state import TrainedState
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from swarm_training.stages.engine.accumulator import Accumulator
     from swarm_training.stages.engine.stage import StageGradients
 
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
 
 

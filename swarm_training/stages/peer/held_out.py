@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.evaluations import read_evaluations, write_evaluations
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import EvaluationPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.evaluation import policy as decisions
-from swarm_training.evaluation.evaluator import InThread, PendingEvaluation
+from swarm_training.evaluation.evaluator import PendingEvaluation
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.rollback.kept import file_name
 from swarm_training.rollback.stored import stage_directory

@@ -17,12 +17,12 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.record import JOINING
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership, serve
 from swarm_training.net.service import TrainingService
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.run.meetings import Environment, GradientCompression
-from swarm_training.run.moderation import Moderation
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.presence import joining_record, ledger_of
 from swarm_training.run.standing import now

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from swarm_protocol.errors import SwarmError
 from swarm_training.checkpoints.state_file import StateFile
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.network import Network
 from swarm_training.core.record import PRESENT, Kept, Progress
 from swarm_training.run.peer import TrainingPeer
@@ -22,7 +22,6 @@ from swarm_training.stages.peer.watch import RunWatch
 _LOOK_S = 0.5
 _KEEPERS = 2  # peers of a stage that keep one, since one may die together with the stage before
 MOST_BYTES = 64 << 30
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from swarm_training.checkpoints.state_file import StateFile
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MAX_OFFERS, Kept, OfferedCheckpoint, Progress
 from swarm_training.run.peer import TrainingPeer
@@ -25,7 +25,6 @@ from swarm_training.stages.resume.agreement import StartingPoint, agreed, lackin
 SETTLE_S = 5.0  # without a new offer, until the best of them is taken: slower machines may have a newer checkpoint
 PATIENCE_S = 30.0  # instead, if some stage has a newer checkpoint already
 _SAY_AGAIN_S = 60.0
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 Download = Callable[[Kept, Sequence[Progress]], Awaitable[StateFile | None]]
 _logger = logging.getLogger(__name__)
 

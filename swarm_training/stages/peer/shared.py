@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from swarm_protocol.errors import SwarmError
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
 from swarm_training.meeting.attending import Averaged
@@ -27,7 +27,6 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.transfer.receiving import download_offer
 from swarm_training.stages.peer.watch import RunWatch
 
-InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 _logger = logging.getLogger(__name__)
 Spans = Sequence[tuple[int, int]]
 

@@ -19,6 +19,7 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.bitmap import contains
+from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING
 from swarm_training.meeting.attending import Averaged, WentBack
@@ -28,7 +29,7 @@ from swarm_training.progress.table import ProgressTable
 from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
-from swarm_training.stages.peer.counting import Counting, InThread, StageDrift
+from swarm_training.stages.peer.counting import Counting, StageDrift
 from swarm_training.stages.peer.held_out import StageEvaluation
 from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.resuming import ResumedState, Resuming

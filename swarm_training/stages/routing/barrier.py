@@ -14,7 +14,8 @@ from math import fsum
 from typing import TypeVar
 
 from swarm_training.core.moment import Moment
-from swarm_training.stages.routing.run_stages import RunStages, StageMember
+from swarm_training.core.record import Progress
+from swarm_training.stages.routing.run_stages import RunStages
 
 Norm = TypeVar("Norm", float, tuple[float, ...])
 
@@ -74,15 +75,15 @@ def is_stranded(stages: RunStages, own_stage: int, moment: Moment) -> bool:
     return any(2 * sum(_is_past(peer, moment) for peer in stage) > len(stage) for stage in others)
 
 
-def _is_past(peer: StageMember, moment: Moment) -> bool:
+def _is_past(peer: Progress, moment: Moment) -> bool:
     return peer.moment.rollbacks == moment.rollbacks and peer.moment.step > moment.step
 
 
-def _holds(stage: Sequence[StageMember], moment: Moment) -> bool:
+def _holds(stage: Sequence[Progress], moment: Moment) -> bool:
     """Return whether a peer holds the average, and no peer still has to get it. If the holders died, the rest would be
     stranded."""
     here = [peer for peer in stage if peer.moment == moment]
-    return any(peer.holds for peer in here) and all(peer.holds or not any(peer.bits) for peer in here)
+    return any(peer.holds for peer in here) and all(peer.holds or not any(peer.micro_batches) for peer in here)
 
 
 def _most_frequent(norms: Counter[Norm]) -> Norm:

@@ -47,7 +47,7 @@ class Claims:
     def settle(self, stages: Stages, moment: Moment, now: float) -> None:
         """Drop claims that a bitmap shows, that are too old, or that are of a peer that is gone or past this moment."""
         for stage, peers in enumerate(stages):
-            bits = {peer.peer_id: members(peer.bits) for peer in peers if peer.moment == moment}
+            bits = {peer.peer_id: members(peer.micro_batches) for peer in peers if peer.moment == moment}
             for at, number in [key for key in self._claims if key[0] == stage]:
                 claim = self._claims[at, number]
                 shown = bits.get(claim.peer_id)
@@ -67,7 +67,7 @@ def lacking(
     for stage, peers in enumerate(stages):
         if any(peer.moment > moment or (peer.moment == moment and peer.holds) for peer in peers):
             continue
-        present = frozenset[int]().union(*(members(peer.bits) for peer in peers if peer.moment == moment))
+        present = frozenset[int]().union(*(members(peer.micro_batches) for peer in peers if peer.moment == moment))
         for number in everything - present - frozenset(claimed.get(stage, ())):
             found.setdefault(number, set()).add(stage)
     return {number: frozenset(found[number]) for number in sorted(found)}

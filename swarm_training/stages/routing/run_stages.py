@@ -16,56 +16,7 @@ def stage_run(run: str, stage: int) -> str:
     return f"{run}/{stage}"
 
 
-@dataclass(frozen=True)
-class StageMember:
-    """A peer that has been heard of lately, as its signed record says.
-
-    Attributes:
-        address: HOST:PORT; empty if no peer can call it.
-        tls_fingerprint: the SHA-256 of its certificate, DER.
-        moment: the moment of its weights; a record is renewed shortly after the weights.
-        bits: the micro-batches of this moment in its sums; number m is bit m % 8, from the lowest, of byte m // 8.
-        holds: whether it holds the stage's decided average of this moment, and waits for the other stages.
-        samples_per_s: the micro-batches per second that it could compute; 0: it has computed none yet.
-        next_stage: the stage to which it has announced a move.
-        skipped_batches: the batches of data skipped since the run began: at step t, the batch is t plus this.
-        squared_norm: numbers whose exact sum is the squared norm of the average that it holds; empty: it holds none.
-        global_squared_norm: the squared norm of all stages' averages that led to the moment; None: it is not known.
-        has_ended: whether the run ends at the moment, since the loss on held-out data has stopped falling.
-    """
-
-    peer_id: str
-    address: str
-    tls_fingerprint: bytes
-    moment: Moment
-    bits: bytes
-    holds: bool
-    samples_per_s: float
-    next_stage: int | None = None
-    skipped_batches: int = 0
-    squared_norm: tuple[float, ...] = ()
-    global_squared_norm: float | None = None
-    has_ended: bool = False
-
-    @classmethod
-    def of(cls, record: Progress) -> StageMember:
-        return cls(
-            record.peer_id,
-            record.address,
-            record.tls_fingerprint,
-            record.moment,
-            record.micro_batches,
-            bool(record.decided),
-            record.samples_per_s,
-            record.next_stage,
-            record.skipped_batches,
-            record.squared_norm,
-            record.global_squared_norm,
-            record.has_ended,
-        )
-
-
-Stages = Sequence[Sequence[StageMember]]  # the living peers of each stage
+Stages = Sequence[Sequence[Progress]]  # the records of the living peers of each stage
 
 
 @dataclass(frozen=True)
@@ -77,7 +28,7 @@ class RunStages:
         num_micro_batches: the number of micro-batches in a batch; 0: no peer has said it.
     """
 
-    stages: tuple[tuple[StageMember, ...], ...]
+    stages: tuple[tuple[Progress, ...], ...]
     num_micro_batches: int = 0
 
     @classmethod
@@ -87,7 +38,7 @@ class RunStages:
         usual = [_usual(records) for records in stages]
         sizes = Counter(record.target_batch_size for records in usual for record in records)
         return cls(
-            tuple(tuple(map(StageMember.of, records)) for records in usual),
+            tuple(map(tuple, usual)),
             max(sizes, key=lambda size: (sizes[size], size), default=0),
         )
 

@@ -24,11 +24,11 @@ from swarm_training.core.record import Progress
 from swarm_training.stages.audit.client import AuditClient, AuditEvidence
 from swarm_training.stages.audit.sketch import SEED_BYTES
 from swarm_training.stages.audit.testimony import Testimony, Tolerance, majority
-from swarm_training.stages.routing.run_stages import StageMember, Stages
+from swarm_training.stages.routing.run_stages import Stages
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import StageRequest
 from swarm_training.stages.trainer.config import TrainerConfig
-from swarm_training.stages.trainer.peer_caller import Look, PeerCaller, callee_of
+from swarm_training.stages.trainer.peer_caller import Look, PeerCaller
 
 _SUSPICION_S = 20.0  # the time for which peers are avoided if it is unknown which of them is wrong
 _TIMEOUT_S = 60.0  # the time limit for a signature, and for the judgement of a mate
@@ -58,14 +58,13 @@ class Auditor:
     def __init__(
         self,
         config: TrainerConfig,
-        run: str,
         look: Look,
         asker: Callable[[Look], PeerCaller],
         client: AuditClient,
     ) -> None:
         """Set up the auditor. ``look``: returns the living peers of each stage. ``asker``: makes a caller of the
         peers that a look returns."""
-        self._config, self._run, self._look, self._asker, self._client = config, run, look, asker, client
+        self._config, self._look, self._asker, self._client = config, look, asker, client
         self._draw = random.SystemRandom().random
         self._asking = asker(self.allowed)
         self._avoided_until_s: dict[str, float] = {}
@@ -231,12 +230,11 @@ class Auditor:
                 len(mates),
             )
 
-    async def _accuse(self, mate: StageMember, asked: StageRequest, wrong: _Witness) -> bool:
-        callee = callee_of(self._run, mate)
+    async def _accuse(self, mate: Progress, asked: StageRequest, wrong: _Witness) -> bool:
         answer, evidence = wrong.testimony.answer, wrong.evidence
         for _ in range(_TRIES):
             try:
-                return await self._client.accuse(callee, asked, answer, evidence, _TIMEOUT_S)
+                return await self._client.accuse(mate, asked, answer, evidence, _TIMEOUT_S)
             except SwarmError as error:  # a mate may be about to reach this step
                 _logger.debug("%s does not judge %s: %s", mate.peer_id, wrong.peer_id, error)
             await asyncio.sleep(_RETRY_S)

@@ -22,7 +22,7 @@ from swarm_protocol.errors import (
 )
 from swarm_training.core.record import Progress
 from swarm_training.stages.routing.router import Router
-from swarm_training.stages.routing.run_stages import StageMember, Stages
+from swarm_training.stages.routing.run_stages import Stages
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient
@@ -47,10 +47,9 @@ class PeerCaller:
         num_retries: the number of requests that had to be made again.
     """
 
-    def __init__(self, look: Look, router: Router, config: TrainerConfig, run: str, client: StagesClient) -> None:
-        """Set up requests. ``look``: returns the living peers of each stage, as they are known now. ``run``: the name
-        of the run without the number of a stage."""
-        self._look, self._router, self._config, self._run, self._client = look, router, config, run, client
+    def __init__(self, look: Look, router: Router, config: TrainerConfig, client: StagesClient) -> None:
+        """Set up requests. ``look``: returns the living peers of each stage, as they are known now."""
+        self._look, self._router, self._config, self._client = look, router, config, client
         self.num_retries = 0
 
     async def ask(self, asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
@@ -88,31 +87,27 @@ class PeerCaller:
         If no peer answers, nothing is known yet: then return True, and the caller may ask again.
         """
         timeout_s = self._config.first_deadline_s
-        calls = (
-            self._client.note_not_finite(callee_of(self._run, peer), which, ids, labels, timeout_s)
-            for peer in self._present(which)
-        )
+        calls = (self._client.note_not_finite(peer, which, ids, labels, timeout_s) for peer in self._present(which))
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, SwarmError):
                 raise answer
         return True in answers or False not in answers
 
-    def _present(self, which: MicroBatch) -> list[StageMember]:
+    def _present(self, which: MicroBatch) -> list[Progress]:
         """Return the peers that can be asked about a micro-batch."""
         return [peer for peer in self._look()[which.stage] if peer.moment == which.moment and peer.address]
 
     async def _ask_one(
-        self, asked: StageRequest, peer: StageMember, candidates: Collection[str], kind: str
+        self, asked: StageRequest, peer: Progress, candidates: Collection[str], kind: str
     ) -> tuple[StageAnswer, Progress]:
         router, clock, peer_id = self._router, asyncio.get_running_loop().time, peer.peer_id
         asked_s = clock()
         deadline_s = self._deadline_s(peer_id, candidates, kind, asked_s)
         router.asked(peer_id, candidates, kind, asked_s)
-        callee = callee_of(self._run, peer)
         note = partial(router.withdrawn, peer_id, kind)  # after a cancellation, nothing is known of the peer
         try:
-            answering = self._client.ask(asked, callee, deadline_s)
+            answering = self._client.ask(asked, peer, deadline_s)
             answer = await self._unless_silent(asked.which.stage, peer_id, answering)
             note = partial(router.answered, peer_id, kind, asked_s)
         except (PeerBusy, PeerMoved):  # the next look says where a moved peer is
@@ -123,7 +118,7 @@ class PeerCaller:
             raise
         finally:
             note(clock())
-        return answer, callee
+        return answer, peer
 
     async def _unless_silent(
         self, stage: int, peer_id: str, answering: Coroutine[Any, Any, StageAnswer]
@@ -144,11 +139,6 @@ class PeerCaller:
             return self._config.first_deadline_s
         expected_s = self._router.ready_s(peer_id, candidates, kind, now) - now
         return max(self._config.least_deadline_s, self._config.slack * expected_s)
-
-
-def callee_of(run: str, peer: StageMember) -> Progress:
-    """Return the record by which a peer is called. ``run``: the name of the run without the number of a stage."""
-    return Progress(run, peer.peer_id, address=peer.address, tls_fingerprint=peer.tls_fingerprint)
 
 
 def _require_no_agreement(refusals: Mapping[str, SwarmError], peers: Collection[str]) -> None:

@@ -49,7 +49,7 @@ class Recomputing:
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
         self._client = StagesClient(network, run, config.forms)
         router = Router(random.random, config.backoff)
-        self._asking = PeerCaller(look, router, config, run, self._client)
+        self._asking = PeerCaller(look, router, config, self._client)
 
     async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:
         """Return whether all answers are finite. ids, labels: [rows, positions] int64.

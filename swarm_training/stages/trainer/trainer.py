@@ -107,7 +107,7 @@ class Trainer:
         rng: random.Random | None = None,
     ) -> None:
         """Set up the trainer. ``on_step``: called when the run has gone on from a step."""
-        self._own_id, self._run, self._data, self._config = own_id, watch.run, data, config
+        self._own_id, self._data, self._config = own_id, data, config
         self._look, self._trainers = watch.look, watch.trainers
         self._on_step = on_step
         self._router = Router((rng or random.Random()).random, config.backoff)
@@ -117,7 +117,7 @@ class Trainer:
         self._auditor: Auditor | None = None
         if config.audit_share:
             audits = AuditClient(network, self._client)
-            self._auditor = Auditor(config, self._run, lambda: self._stages, self._asker, audits)
+            self._auditor = Auditor(config, lambda: self._stages, self._asker, audits)
         self._happened = asyncio.Event()
         self._step: _Step | None = None
         self._retries_before = 0
@@ -127,7 +127,7 @@ class Trainer:
         self._happened.set()
 
     def _asker(self, look: Look) -> PeerCaller:
-        return PeerCaller(look, self._router, self._config, self._run, self._client)
+        return PeerCaller(look, self._router, self._config, self._client)
 
     @property
     def moment(self) -> Moment | None:

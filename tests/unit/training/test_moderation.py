@@ -13,12 +13,12 @@ from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.errors import AccessDenied
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import LEFT
+from swarm_training.ledger import moderation
+from swarm_training.ledger.moderation import Moderation
 from swarm_training.ledger.orders import Ban, ModeratorOrder, Orders
 from swarm_training.progress import board
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.policy import has_quorum
-from swarm_training.run import moderation
-from swarm_training.run.moderation import Moderation
 from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.ledger.members import EVE, MODERATOR, NOW, ORGANISER, Member
 from tests.unit.training.test_records import record, signed, table

@@ -25,7 +25,6 @@ from swarm_protocol.net import identity as identity_module
 from swarm_training import command_line, volunteering
 from swarm_training.commands import joining as joining_module
 from swarm_training.commands import watching
-from swarm_training.compression.settings import AveragingSettings
 from swarm_training.contract.backend import Backend, Joining, PeerAddress
 from swarm_training.contract.views import HeldOutView, PeerView, RunView
 from swarm_training.core.config import RollbackPolicy
@@ -217,7 +216,7 @@ def test_a_run_is_joined_as_the_flags_say(
     assert (file.batch.size, part, device) == (512, DataShard(1, 5), "cpu")
     assert (who.run, who.target_batch_size, who.initial_peers) == ("my-run", 1024, (PEER,))
     assert (who.organiser, who.identity.peer_id) == (ORGANISER.public, IDENTITY.peer_id)
-    assert who.averaging == AveragingSettings("int8")
+    assert (who.config.codec, who.power_sgd_rank, who.error_feedback) == ("int8", 0, False)
     assert (who.config.checkpoint_every, who.config.rollback, who.config.max_norm) == (
         100,
         RollbackPolicy(patience=5),

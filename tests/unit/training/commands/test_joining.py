@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import swarm_training
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.wire.constants import MIB
+from swarm_training import core_backend
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import building, joining
 from swarm_training.commands.batch_size import BatchSizeLimits, Trial
@@ -314,7 +314,7 @@ def test_optimizers_for_large_batches_and_little_memory_follow_their_rules(
 
 def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: dict[str, Any] = {}
-    monkeypatch.setattr(swarm_training, "TrainingRun", lambda *_arguments, **options: opened.update(options))
+    monkeypatch.setattr(core_backend, "TrainingRun", lambda *_arguments, **options: opened.update(options))
     model = torch.nn.Linear(2, 2)
     where = PeerAddress("192.0.2.1", 1, 2, "192.0.2.2")
     who = Joining("run", TARGET, (), IDENTITY, address=where, client_mode=True)
@@ -327,8 +327,8 @@ def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatc
         optimizer = torch.optim.SGD(model.parameters())
         local = LocalSteps(optimizer) if has_local_steps else None
         averaging = AveragingSettings(straggler_s=own, delay=has_local_steps)
-        config = replace(file, averaging=averaging).peer_config
-        who = Joining("run", TARGET, (), IDENTITY, averaging=averaging, config=config, local=local)
+        config = replace(file, averaging=averaging, local=LocalSettings(int(has_local_steps))).peer_config
+        who = Joining("run", TARGET, (), IDENTITY, config=config, local=local)
         open_run(who, list(model.parameters()), optimizer)
         config = opened["config"]
         assert (config.max_norm, config.average_decay, config.restart_wait_s) == (0.5, 0.75, 5.0)

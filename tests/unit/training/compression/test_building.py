@@ -7,8 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from swarm_training.compression.building import build_compressor, build_encoder
-from swarm_training.compression.codecs import CODEC_NAMES
+from swarm_training.compression.codecs import CODEC_NAMES, codec_of
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.compression.power_sgd import PowerSGD
@@ -24,15 +23,6 @@ SHAPE = (24, 16)
 
 def test_the_settings_have_the_codecs_that_there_are() -> None:
     assert (*CODECS, "fp64") == CODEC_NAMES and AveragingSettings().codec == TrainingConfig().codec
-
-
-def test_what_is_off_is_not_built() -> None:
-    assert isinstance(build_compressor(AveragingSettings(), [SHAPE], "run"), Plain)
-    assert build_encoder(AveragingSettings("int8")) is None
-    encoder = build_encoder(AveragingSettings("int8", error_feedback=True))
-    assert isinstance(encoder, ErrorFeedback) and encoder.codec.name == "int8"
-    compressor = build_compressor(AveragingSettings(power_sgd_rank=2), [SHAPE, (3,)], "run")
-    assert isinstance(compressor, PowerSGD) and [tuple(q.shape) for q in compressor.state_dict().values()] == [(16, 2)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,7 @@ async def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
     gradients = [
         torch.outer(torch.randn(24, generator=generator), torch.randn(16, generator=generator)) for _ in range(2)
     ]
-    world = World()
+    world, rank = World(), settings.power_sgd_rank
     peers = []
     for number in range(2):
         peer = SimulatedPeer.make(
@@ -60,8 +50,8 @@ async def test_peers_with_these_settings_take_the_step_of_the_weighted_mean(
             target=8,
             shape=SHAPE,
             config=TrainingConfig(codec=settings.codec, chunk_elements=64, join_timeout_s=30.0),
-            compressor=lambda _number: build_compressor(settings, [SHAPE], "toy"),
-            encoder=build_encoder(settings),
+            compressor=lambda _number: PowerSGD([SHAPE], rank, "toy") if rank else Plain(),
+            encoder=ErrorFeedback(codec_of(settings.codec)) if settings.error_feedback else None,
             optimizer=torch.optim.SGD,
         )
         peers.append(peer)

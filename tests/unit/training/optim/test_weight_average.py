@@ -19,8 +19,8 @@ from swarm_training.core.moment import Moment
 from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import average_of
-from swarm_training.rollback.saving import load_newest, save_servable
-from swarm_training.run.state import TrainedState, digest_of
+from swarm_training.run.saving import load_newest, save_servable
+from swarm_training.run.state import TrainedState
 from swarm_training.runfile.settings import OPTIMIZERS
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done
@@ -126,12 +126,12 @@ def test_a_checkpoint_has_it_as_a_second_model_and_the_run_goes_on_with_it(tmp_p
     assert torch.equal(AutoModelForCausalLM.from_pretrained(path)(tokens).logits, present)
     assert not [name for name in load_file(path / "training" / "state.safetensors") if "average" in name]
     again = averaging(other)
-    assert load_newest(again, tmp_path, digest_of) == Moment(0, 3) and again.digest() == state.digest()
+    assert load_newest(again, tmp_path) == Moment(0, 3) and again.digest() == state.digest()
     train(again, 2)
     train(state, 2)
     assert again.digest() == state.digest()
     plain = averaging(without, decay=0.0)
-    load_newest(plain, tmp_path, digest_of)
+    load_newest(plain, tmp_path)
     train(plain, 2)
     assert all(torch.equal(*pair) for pair in zip(without.parameters(), one.parameters(), strict=True))
     assert plain.averaged_tensors(without) is None  # the average of the earlier run is gone

@@ -15,9 +15,9 @@ from swarm_training import TrainingRun
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.moment import Moment
-from swarm_training.rollback import saving
-from swarm_training.rollback.saving import save, save_servable
-from swarm_training.run.state import TrainedState, digest_of
+from swarm_training.run import saving
+from swarm_training.run.saving import save, save_servable
+from swarm_training.run.state import TrainedState
 from tests.marks import SLOW
 from tests.zoo import make_config
 
@@ -31,7 +31,7 @@ def made(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Tr
 
 
 def load_newest(state: TrainedState, directory: Path) -> Moment | None:
-    return saving.load_newest(state, directory, digest_of)
+    return saving.load_newest(state, directory)
 
 
 def train(state: TrainedState, steps: int) -> None:

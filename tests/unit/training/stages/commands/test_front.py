@@ -22,7 +22,6 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.stages import front
-from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.inference import Afterwards
 from swarm_training.stages.commands.looking import view_of
 from swarm_training.stages.commands.spans import costs_of, spans_of_stages
@@ -120,7 +119,7 @@ def test_what_does_not_fit_the_run_is_refused(
     run_file: str, capsys: pytest.CaptureFixture[str], name: str, argv: list[str], message: str
 ) -> None:
     path = run_file.replace("RUN", name)
-    assert message in refusal(capsys, train.main, argv[0], path, *argv[1:], stages=front.STAGES)
+    assert message in refusal(capsys, train.main, argv[0], path, *argv[1:], stages=lambda: front.STAGES)
 
 
 def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +128,7 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     async def serve(file: Any, who: Any, index: Any, say: Any, device: str, **options: Any) -> None:
         asked.append((file.run.name, index, device, options, who.address))
 
-    monkeypatch.setattr(serving, "serve", serve)
+    monkeypatch.setattr(front, "serve", serve)
     where = PeerAddress("127.0.0.1", 0, 5, "me")
     flags = [
         "--train",
@@ -153,7 +152,7 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     )()
     joined = ["join", run_file, "--as", "stage", "--device", "cpu", "--blocks", "0:1"]
     for flags in (["--host", "127.0.0.1", "--dht-port", "5", "--announce-host", "me"], ["--memory", "4GiB"]):
-        train.main([*joined, *flags], stages=front.STAGES)
+        train.main([*joined, *flags], stages=lambda: front.STAGES)
     memory = {"memory_bytes": 4 << 30, "reports": None}
     nothing = {"afterwards": None, "memory_bytes": None, "reports": None}
     assert asked == [
@@ -220,13 +219,13 @@ def test_watch_prints_the_stages(run_file: str, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(watching.time, "sleep", stop)
     monkeypatch.setenv("COLUMNS", "120")
     stages = StagesBackend(never, never, never, look, never)
-    train.main(["watch", run_file, *PEERS], stages=stages)
+    train.main(["watch", run_file, *PEERS], stages=lambda: stages)
     text = capsys.readouterr().out
     assert "run toy   step 7   loss 2.0000" in text and "1 of 3 micro-batches (33%), 2 micro-batches/s" in text
     lines = [line.replace("│", " ").replace("┃", " ").split() for line in text.splitlines()]
     assert ["0", "2", "7", "3", "of", "3", "yes", "4"] in lines and ["1", "1", "7", "1", "of", "3", "2"] in lines
     assert ["0", "…QmB", "7", "1", "yes", "2", "1"] in lines
-    train.main(["watch", run_file, *PEERS, "--json"], stages=stages)
+    train.main(["watch", run_file, *PEERS, "--json"], stages=lambda: stages)
     found = json.loads(capsys.readouterr().out)
     assert [stage["micro_batches"] for stage in found["stages"]] == [3, 1]
     assert found["stages"][0]["peers"][1]["holds"] is True
@@ -241,7 +240,7 @@ def test_the_configuration_file_may_say_it_and_what_it_says_of_serving_is_passed
     args = server.parse_args([])
     assert args.train == Path(run_file)
     server.require_train_flags(["--blocks", "0:1"])
-    joined = train.parse_args(["join", run_file], stages=front.STAGES)
+    joined = train.parse_args(["join", run_file], stages=lambda: front.STAGES)
     assert (joined.role, joined.blocks) == ("stage", "0:1")
 
 
@@ -266,13 +265,13 @@ def test_the_ledger_says_who_has_done_the_work_of_which_stage(
 
     backend = Backend(never, never, never, read)
     stages = replace(front.STAGES, look=look)
-    train.main(["ledger", run_file, *PEERS], backend, stages=stages)
+    train.main(["ledger", run_file, *PEERS], backend, stages=lambda: stages)
     text = capsys.readouterr().out
     assert "run toy   step 7   loss 2.0000" in text and "loss on held-out data 2.5000 at step 6" in text
     assert "stage 0: 0 micro-batches in 0 rounds" in text and "stage 1: 100 micro-batches in 1 rounds" in text
     size = asked[0].target_batch_size
     assert [(who.run, who.target_batch_size) for who in asked] == [("toy/0", size), ("toy/1", size)]
-    train.main(["ledger", run_file, *PEERS, "--json"], backend, stages=stages)
+    train.main(["ledger", run_file, *PEERS, "--json"], backend, stages=lambda: stages)
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["loss"], found["held_out"]) == ("toy", 2.0, {"step": 6, "loss": 2.5})
     assert [stage["samples"] for stage in found["stages"]] == [200, 300]

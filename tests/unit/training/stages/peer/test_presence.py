@@ -23,7 +23,7 @@ from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
-from swarm_training.core.bitmap import from_bits
+from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, ModeratorOrder
@@ -110,7 +110,7 @@ async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
             entered.stage_peer.peer.own.address for entered in (first, second)
         ]
         await compute_last(second, first_stage, second_stage, range(2))
-        await until(lambda: any(from_bits(peer.bits, MICRO_BATCHES) == {0, 1} for peer in seen.view().stages[1]))
+        await until(lambda: any(peer.micro_batches == to_bits({0, 1}, MICRO_BATCHES) for peer in seen.view().stages[1]))
         await compute_last(second, first_stage, second_stage, range(2, MICRO_BATCHES))
         await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
         assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet

@@ -10,7 +10,7 @@ from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.routing.barrier import global_squared_norm, is_stranded, may_step, went_back_to
-from swarm_training.stages.routing.run_stages import RunStages, StageMember
+from swarm_training.stages.routing.run_stages import RunStages
 
 NOW = Moment(0, 5)
 
@@ -19,13 +19,17 @@ def stages(*text: str) -> RunStages:
     """A stage is a list of peers: ``5`` is at step 5, ``5h`` holds its average, ``5b`` has micro-batches, ``1/3`` is at
     step 3 after one rollback. ``5=2`` tells the squared norm of its average, ``5~2`` that of all which led there."""
 
-    def member(number: int, each: str) -> StageMember:
+    def member(number: int, each: str) -> Progress:
         each, _, total = each.partition("~")
         each, _, norm = each.partition("=")
-        norms = {"squared_norm": (float(norm),) if norm else (), "global_squared_norm": float(total) if total else None}
+        norms: Any = {
+            "squared_norm": (float(norm),) if norm else (),
+            "global_squared_norm": float(total) if total else None,
+        }
         rollbacks, _, step = each.rstrip("hb").rpartition("/")
-        moment = Moment(int(rollbacks or 0), int(step))
-        return StageMember(f"p{number}", "", b"", moment, b"\x01" if "b" in each else b"\0", "h" in each, 1.0, **norms)
+        bits, decided = b"\x01" if "b" in each else b"\0", b"d" if "h" in each else b""
+        where: Any = {"rollbacks": int(rollbacks or 0), "step": int(step)}
+        return Progress("toy/0", f"p{number}", micro_batches=bits, decided=decided, **where, **norms)
 
     return RunStages(tuple(tuple(member(number, each) for number, each in enumerate(one.split())) for one in text))
 
@@ -107,5 +111,5 @@ def test_a_view_is_made_of_records() -> None:
     view = RunStages.of([[record("b"), decided, odd, counting], [record("c", step=1)]])
     assert view.num_micro_batches == 8 and view.moment == Moment(0, 1)
     assert [peer.peer_id for peer in view.stages[0]] == ["a", "b"]
-    assert view.stages[0][0] == StageMember("a", "", b"", Moment(0, 2), b"\x82", True, 3.0)
+    assert view.stages[0][0] == decided
     assert RunStages.of([[record("b")], []]).moment is None and RunStages.of([]).num_micro_batches == 0

@@ -20,7 +20,7 @@ class Peer:
     holds: bool = False
 
     @property
-    def bits(self) -> bytes:
+    def micro_batches(self) -> bytes:
         return sum(1 << number for number in self.has).to_bytes(64, "little")
 
 
@@ -33,7 +33,7 @@ def test_bitmaps_are_read_from_the_lowest_bit_of_the_first_byte() -> None:
     rng = random.Random(0)
     for _ in range(50):
         has = frozenset(rng.sample(range(512), rng.randrange(60)))
-        assert members(Peer("a", has).bits) == has
+        assert members(Peer("a", has).micro_batches) == has
 
 
 def test_a_stage_lacks_what_none_of_its_peers_at_this_moment_has() -> None:

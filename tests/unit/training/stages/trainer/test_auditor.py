@@ -13,7 +13,7 @@ import torch
 from swarm_protocol.errors import PeerMoved
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.routing.run_stages import StageMember, Stages
+from swarm_training.stages.routing.run_stages import Stages
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest
 from swarm_training.stages.trainer.auditor import Auditor
@@ -48,7 +48,7 @@ class FakeStage:
         before = Moment(0, self.moment.step - 1)
         return [
             [
-                StageMember(name, "127.0.0.1:1", b"", self.moment if at_s <= now else before, b"", False, 1.0)
+                Progress("run/0", name, step=(self.moment if at_s <= now else before).step, address="127.0.0.1:1")
                 for name, at_s in self.steps_at.items()
             ]
         ]
@@ -76,7 +76,7 @@ class FakeStage:
 
 
 async def audited(stage: FakeStage) -> StageAnswer:
-    auditor = Auditor(TrainerConfig(audit_share=1.0), "run", stage.look, stage.asker, stage)
+    auditor = Auditor(TrainerConfig(audit_share=1.0), stage.look, stage.asker, stage)
     answer, _ = await auditor.ask(ASKED)
     return answer
 
@@ -106,7 +106,7 @@ async def test_a_peer_without_mates_that_can_check_it_is_believed(others: dict[s
 
 async def test_a_mate_that_stays_behind_holds_the_run_up_once() -> None:
     stage = FakeStage({"a": 0.0, "b": NEVER})
-    auditor = Auditor(TrainerConfig(audit_share=1.0), "run", stage.look, stage.asker, stage)
+    auditor = Auditor(TrainerConfig(audit_share=1.0), stage.look, stage.asker, stage)
     await auditor.ask(ASKED)
     waited_s = asyncio.get_running_loop().time()
     for step in range(3, 13):

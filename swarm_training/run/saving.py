@@ -6,12 +6,9 @@ The state is one file, or if its model is known, a servable checkpoint: see ``ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
-
-from torch import Tensor
 
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints import checkpoint
@@ -22,28 +19,13 @@ from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Kept, Lineage
 from swarm_training.rollback.kept import KeptCheckpoints, file_name, is_state, stored_in
+from swarm_training.run.state import TrainedState, digest_of
 
 _logger = logging.getLogger(__name__)
 
 
-class SavedState(Protocol):
-    """The interface of a state that is saved and loaded: a ``TrainedState``."""
-
-    moment: Moment
-
-    def digest(self) -> bytes: ...
-
-    def write(self, file: BinaryIO) -> None: ...
-
-    def load(self, moment: Moment, data: StateFile) -> None: ...
-
-    def restart(
-        self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
-    ) -> None: ...
-
-
 def save(
-    state: SavedState, went_back_to: int, directory: Path, keep: int, spared: Collection[int] = frozenset()
+    state: TrainedState, went_back_to: int, directory: Path, keep: int, spared: Collection[int] = frozenset()
 ) -> Path:
     """Write the state to a new file in the directory; return its path. A process that is killed meanwhile leaves the
     files that were there. All but the newest ``keep`` files are removed, except those of the steps ``spared``, and so
@@ -89,9 +71,9 @@ def save_servable(
     return store.write(content, servable, spared)
 
 
-def load_newest(state: SavedState, directory: Path, digest_of: Callable[[StateFile], bytes]) -> Moment | None:
+def load_newest(state: TrainedState, directory: Path) -> Moment | None:
     """Load the newest checkpoint of the directory that is intact, and return its moment; None if there is none. Damaged
-    ones cause a warning. ``digest_of``: see ``KeptCheckpoints``.
+    ones cause a warning.
 
     Raises:
         CheckpointError: all checkpoints are damaged.
@@ -100,7 +82,7 @@ def load_newest(state: SavedState, directory: Path, digest_of: Callable[[StateFi
     found: list[tuple[Moment, Path, Callable[[], None]]] = []
     for path, kept in stored_in(directory).items():
         moment = Moment(kept.lineage.rollbacks, kept.step)
-        found.append((moment, path, partial(_load_file, state, moment, path, kept.state_digest, digest_of)))
+        found.append((moment, path, partial(_load_file, state, moment, path, kept.state_digest)))
     store, damaged = CheckpointDirectory(directory), False
     for path in map(store.path, store.steps()):
         try:
@@ -125,9 +107,7 @@ def load_newest(state: SavedState, directory: Path, digest_of: Callable[[StateFi
     return None
 
 
-def _load_file(
-    state: SavedState, moment: Moment, path: Path, digest: bytes, digest_of: Callable[[StateFile], bytes]
-) -> None:
+def _load_file(state: TrainedState, moment: Moment, path: Path, digest: bytes) -> None:
     try:
         data = StateFile.open(path)
         is_intact = is_state(data, digest, digest_of)
@@ -139,7 +119,7 @@ def _load_file(
     state.load(moment, data)
 
 
-def _load_folder(state: SavedState, moment: Moment, path: Path) -> None:
+def _load_folder(state: TrainedState, moment: Moment, path: Path) -> None:
     try:
         content = checkpoint.read(path)
     except CheckpointError as error:

@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Moderation:
-    """The moderators' orders known to a peer, an ``OrderBook``. Peers relay orders, so that late joiners get them."""
+    """The moderators' orders known to a peer. Peers relay orders, so that late joiners get them."""
 
     def __init__(self, orders: Orders | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Keep ``orders``, which is None in a run without an organiser: nobody may order anything there."""
@@ -30,11 +30,13 @@ class Moderation:
         self._due_for, self._due_until_s = -1, 0.0
 
     def digest(self) -> bytes:
+        """Return the digest of all orders; empty if this peer obeys none."""
         if self._orders is None:
             return b""
         return sha256(b"".join(sorted(sha256(data).digest() for data in self._orders.signed()))).digest()
 
     def take(self, orders: Iterable[bytes]) -> None:
+        """Accept those of the orders that are valid; they come from strangers."""
         if self._orders is None:
             return
         for data in orders:
