@@ -16,11 +16,8 @@ class Chunk:
 
 
 def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chunk, ...]:
-    """Return chunks of at most ``chunk_elements``; member j owns a span in proportion to its share.
-
-    Raises:
-        ValueError: no member has a share.
-    """
+    """Return chunks of at most ``chunk_elements``; member j owns a span in proportion to its share. Raise ValueError if
+    no member has a share."""
     total = sum(shares)
     if not total > 0:
         raise ValueError("nobody has a share of the work: expected one member at least with a share above 0")

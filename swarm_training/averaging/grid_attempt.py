@@ -88,11 +88,8 @@ class GridAttempt:
         self, number: int, member: int, mean: Tensor | None, weight: float, counted: Collection[int] | None = None
     ) -> None:
         """Take the mean of another row from its row owner; None if no part has arrived there. ``counted``: the members
-        whose parts are in it; None: it is not known, and all members of the row are taken for counted.
-
-        Raises:
-            ValueError: the weight is impossible for that row.
-        """
+        whose parts are in it; None: it is not known, and all members of the row are taken for counted. Raise ValueError
+        if the weight is impossible for that row."""
         row = self._grid.row_of[member]
         if mean is None:
             self._finals[number].leave_out(row)

@@ -35,11 +35,8 @@ _GIVE_UP = 1.5  # deadlines to wait for an owner, which itself waits for straggl
 
 @dataclass(frozen=True)
 class VectorCoding:
-    """The coding of vectors on the wire: chunks of at most ``chunk_elements``, each encoded by ``codec``.
-
-    Attributes:
-        encoder: remembers what encoding loses, if it is given.
-    """
+    """The coding of vectors on the wire: chunks of at most ``chunk_elements``, each encoded by ``codec``. ``encoder``:
+    remembers what encoding loses, if it is given."""
 
     codec: Codec
     chunk_elements: int
@@ -135,11 +132,8 @@ class AveragingRound:
         self.broken |= attempt.late
 
     async def repair(self, fetch: Mapping[int, int], redo: Mapping[int, int]) -> None:
-        """Fetch missing chunks, and redo others. Both map chunks to members: the source, or the new owner.
-
-        Raises:
-            ValueError: an argument names a chunk or a member that does not exist.
-        """
+        """Fetch missing chunks, and redo others. Both map chunks to members: the source, or the new owner. Raise
+        ValueError if an argument names a chunk or a member that does not exist."""
         for number, member in (*fetch.items(), *redo.items()):
             if number >= len(self.chunks) or member >= self._num_members:
                 raise ValueError("a plan names a chunk or a member that does not exist")

@@ -31,10 +31,7 @@ class Rounds:
 
     async def find(self, group: str, phase: int, timeout_s: float) -> AveragingRound:
         """Wait for a round and return it: other peers may hear of a group, or reach a phase, before this peer does.
-
-        Raises:
-            RequestRejected: this peer takes no part in the group.
-        """
+        Raise RequestRejected if this peer takes no part in the group."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._changed:

@@ -176,10 +176,7 @@ def read_facts(directory: Path) -> dict[str, Any]:
 
 def read(directory: Path) -> Checkpoint:
     """Read a checkpoint, even a stranger's: no code runs, sizes are bounded, and tensors must match their digests.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; the message names the file.
-    """
+    Raise CheckpointError if a file is missing or damaged; the message names the file."""
     facts = read_facts(directory)
     content = _read_servable(directory, facts) if _is_servable(directory) else _read_plain(directory, facts)
     return Checkpoint(**content, **{name: facts[name] for name in _SAID}, losses=read_losses(directory))

@@ -31,11 +31,8 @@ class FlatState:
 
 
 def flatten(state: Any) -> FlatState:
-    """Flatten nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None.
-
-    Raises:
-        ValueError: the state contains something else; the message names its path.
-    """
+    """Flatten nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None. Raise
+    ValueError if the state contains something else; the message names its path."""
     tensors: dict[str, torch.Tensor] = {}
     return FlatState(tensors, _flat(state, "", tensors))
 
@@ -47,10 +44,7 @@ def unflatten(flat: FlatState) -> Any:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state and keep its dtypes: ``load_state_dict`` changes all but that of ``step`` to the parameter's dtype.
-
-    Raises:
-        ValueError: the state is that of other parameters, or of another kind of optimizer.
-    """
+    Raise ValueError if the state is that of other parameters, or of another kind of optimizer."""
     needed = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     if any(not keys <= set(group) for keys, group in zip(needed, optimizer.param_groups, strict=True)):

@@ -83,11 +83,7 @@ def write_model(directory: Path, servable: ServableModel, tensors: Mapping[str, 
 
 def read_model(directory: Path, files: Collection[str], how: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that ``write_model`` was given. ``files``: the names of the files that it has written;
-    ``how``: what it has returned.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or ``how`` is wrong.
-    """
+    ``how``: what it has returned. Raise CheckpointError if a file is missing or damaged, or ``how`` is wrong."""
     aliases = how.get("aliases") if isinstance(how, dict) else None
     if aliases is None:
         return _loaded(directory, how)

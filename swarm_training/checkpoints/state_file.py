@@ -33,11 +33,8 @@ class UnreadableState(SwarmError, OSError):
 
 class StateFile:
     """An open file with a state. The file stays readable if its name is changed or removed, and is closed when nobody
-    uses the state any more. Several threads may read it; they raise UnreadableState if the disk fails.
-
-    Attributes:
-        size_bytes: the size of the file.
-    """
+    uses the state any more. Several threads may read it; they raise UnreadableState if the disk fails. ``size_bytes``:
+    the size of the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Take over a file that is complete."""

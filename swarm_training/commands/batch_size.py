@@ -48,11 +48,8 @@ def next_size(trials: list[Trial], limits: BatchSizeLimits) -> int | None:
 
 
 def find_batch_size(compute: Callable[[int], Trial], limits: BatchSizeLimits) -> int:
-    """Return the batch size, a power of 2. ``compute``: does forward and backward passes of so many samples.
-
-    Raises:
-        ValueError: there is no memory for a single sample.
-    """
+    """Return the batch size, a power of 2. ``compute``: does forward and backward passes of so many samples. Raise
+    ValueError if there is no memory for a single sample."""
     trials: list[Trial] = []
     while (size := next_size(trials, limits)) is not None:
         try:

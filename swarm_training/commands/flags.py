@@ -61,12 +61,9 @@ def add_address_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def address_of(args: argparse.Namespace, announcing: str = "announce_host") -> PeerAddress:
-    """Return the address that the flags give. ``announcing``: the argument with the host that is announced.
-
-    Raises:
-        ValueError: a port is not 0 to 65535, the host to announce has a port or lacks --dht-port, or others could not
-            call this peer at its address.
-    """
+    """Return the address that the flags give. ``announcing``: the argument with the host that is announced. Raise
+    ValueError if a port is not 0 to 65535, the host to announce has a port or lacks --dht-port, or others could not
+    call this peer at its address."""
     for name in ("port", "dht_port"):
         if not 0 <= getattr(args, name) < 1 << 16:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: expected 0 to 65535")

@@ -14,7 +14,7 @@ from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.policy import shown_losses
 from swarm_training.ledger.ledger import UserTotal
 from swarm_training.ledger.orders import Ban, ModeratorOrder
-from swarm_training.progress.policy import mean_loss
+from swarm_training.progress.policy import mean_loss, of_usual_model
 
 if TYPE_CHECKING:
     from swarm_training.pb import training_pb2 as pb
@@ -32,10 +32,7 @@ def peers_of(run: str, records: Iterable[pb.SignedProgress], banned: Collection[
             if record.run == run and (known is None or record.version > known.version):
                 newest[record.peer_id] = record
     present = [newest[peer_id] for peer_id in sorted(newest.keys() - set(banned))]
-    present = [peer for peer in present if peer.state in PRESENT]
-    counts = Counter(peer.model for peer in present)
-    usual = max(counts, key=lambda model: (counts[model], model), default=b"")
-    return tuple(peer for peer in present if peer.model == usual)
+    return tuple(of_usual_model([peer for peer in present if peer.state in PRESENT]))
 
 
 def shown_bans(bans: Mapping[str, ModeratorOrder]) -> tuple[BanView, ...]:

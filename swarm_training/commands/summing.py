@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,16 @@ from swarm_protocol.wire.printable import printable
 from swarm_training.commands.watching import as_json as view_as_json
 from swarm_training.commands.watching import held_out_line, title_line
 from swarm_training.contract.views import RunView
-from swarm_training.ledger.archive import read_rounds
+from swarm_training.ledger.archive import restored
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.runfile.settings import RunFile
-
-_logger = logging.getLogger(__name__)
 
 
 def ledger_in_file(path: Path, file: RunFile) -> Ledger:
     """Return the ledger of a file's valid rounds of this run. Raises ValueError if the file is no ledger."""
     organiser = SwarmKey.parse(file.tokens.organiser) if file.tokens.organiser else None
-    ledger = Ledger(file.run.name, LedgerLimits.of(file.run.target_batch_size, file.averaging.max_samples), organiser)
-    for data in read_rounds(path, file.run.name):
-        try:
-            ledger.add(data)
-        except ValueError as error:
-            _logger.warning("a round is left out: %s", printable(str(error)))
-    return ledger
+    limits = LedgerLimits.of(file.run.target_batch_size, file.averaging.max_samples)
+    return restored(path, file.run.name, limits, organiser, is_own=False)
 
 
 def facts_of(ledger: Ledger) -> dict[str, Any]:

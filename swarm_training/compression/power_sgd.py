@@ -23,10 +23,7 @@ class PowerSGD:
 
     def __init__(self, shapes: Sequence[Sequence[int]], rank: int, run: str = "") -> None:
         """Start with random Q. shapes: the tensors' shapes, in the gradient's order. run: the name that seeds every Q.
-
-        Raises:
-            ValueError: the rank is less than 1.
-        """
+        Raise ValueError if the rank is less than 1."""
         if rank < 1:
             raise ValueError(f"a rank of {rank} is too small: expected at least 1")
         self._sizes = [math.prod(shape) for shape in shapes]

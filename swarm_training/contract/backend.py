@@ -74,18 +74,15 @@ class Joining:
         return RunMembership(self.identity, self.token, access, initial_peers=self.initial_peers)
 
 
-# All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if this peer may not take part.
 OpenRun: TypeAlias = "Callable[[Joining, Sequence[nn.Parameter], torch.optim.Optimizer], TrainingRun]"
-Look = Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # each call inside it: the present view
-SendOrder = Callable[[Joining, bytes], None]  # a moderator's signed order
-ReadLedger: TypeAlias = "Callable[[Joining], Ledger]"  # the rounds that peers gave and that were verified here
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The functions that reach a run."""
+    """The functions that reach a run. All raise NoSwarm or PeerUnavailable if no initial peer answers, AccessDenied if
+    this peer may not take part."""
 
     open_run: OpenRun
-    look: Look
-    send_order: SendOrder
-    read_ledger: ReadLedger
+    look: Callable[[Joining], AbstractContextManager[Callable[[], RunView]]]  # each call inside it: the present view
+    send_order: Callable[[Joining, bytes], None]  # a moderator's signed order
+    read_ledger: Callable[[Joining], Ledger]  # the rounds that peers gave and that were verified here

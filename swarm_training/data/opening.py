@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataReader:
-    """The peer that reads the data.
-
-    Attributes:
-        part: the part of the data that this peer takes, if peers divide them; None: all data, in an order of its own.
-    """
+    """The peer that reads the data. ``part``: the part of the data that this peer takes, if peers divide them; None:
+    all data, in an order of its own."""
 
     run: str
     peer_id: str
@@ -48,10 +45,7 @@ def open_batches(
     data: DataSettings, reader: DataReader, tokenize: Tokenize, end: int | None, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
     """Return the reader's batches. ``cache``: a directory for the tokens of these data, unused if they are streamed.
-
-    Raises:
-        ValueError: there are no such data.
-    """
+    Raise ValueError if there are no such data."""
     if data.streaming:
         settings = StreamSettings(tokenize, end, data.block_length, data.buffer_size, batch_size, reader.seed)
         return StreamBatches(open_source(data, reader), settings)
@@ -68,11 +62,8 @@ def open_blocks(data: DataSettings, run: str, tokenize: Tokenize, end: int | Non
 
 
 def open_held_out(data: DataSettings, samples: int, tokenize: Tokenize, end: int | None) -> TokenBlocks:
-    """Return the first samples of held-out data, in memory. They are the same at all peers of all runs.
-
-    Raises:
-        ValueError: there are no such data, or not one sample.
-    """
+    """Return the first samples of held-out data, in memory. They are the same at all peers of all runs. Raise
+    ValueError if there are no such data, or not one sample."""
     texts = open_source(data, DataReader("held-out data", "", EVERYTHING)).texts()
     return TokenBlocks.pack(texts, tokenize, end, data.block_length, samples)
 

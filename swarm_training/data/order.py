@@ -14,10 +14,7 @@ from swarm_training.data.permutation import Indices, Permutation
 @dataclass(frozen=True)
 class SampleOrder:
     """An endless series of samples: positions 0..num_samples−1 are the first epoch, and each epoch has its own order.
-
-    Attributes:
-        seed: the text from which the orders follow, such as the run's name; other seeds give other orders.
-    """
+    ``seed``: the text from which the orders follow, such as the run's name; other seeds give other orders."""
 
     seed: str
     num_samples: int

@@ -75,10 +75,7 @@ class Evaluation:
 
     def bind(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy the model, without the memory of these parameters, which the run trains. The copy shares all others.
-
-        Raises:
-            ValueError: the model does not have these parameters.
-        """
+        Raise ValueError if the model does not have these parameters."""
         trained, own = list(parameters), {id(parameter) for parameter in self._given.parameters()}
         if not all(id(parameter) in own for parameter in trained):
             raise ValueError("the run trains parameters that are not in the model of its evaluation: expected the same")

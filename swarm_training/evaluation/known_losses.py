@@ -12,12 +12,7 @@ from swarm_training.losses.curve import HELD_OUT, TRAINING, LossCurve
 
 
 class KnownLosses:
-    """The losses of one run.
-
-    Attributes:
-        curve: the losses by step.
-        held_out: the losses on held-out data.
-    """
+    """The losses of one run: the curve of all of them, and those on held-out data."""
 
     def __init__(self, say: Say) -> None:
         self.curve = LossCurve()

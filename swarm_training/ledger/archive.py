@@ -65,12 +65,13 @@ class Archive:
             self._has_failed = True
 
 
-def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | None) -> Ledger:
-    """Return the ledger that this machine has written. Signatures are not checked; invalid rounds are left out."""
+def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | None, *, is_own: bool = True) -> Ledger:
+    """Return the ledger of a file, without rounds that are not valid. ``is_own``: this machine has written the file, so
+    that no signatures need to be checked. Raise ValueError if the file is no ledger."""
     ledger, num_wrong = Ledger(run, limits, organiser), 0
     for data in read_rounds(path, run):
         try:
-            ledger.restore(data)
+            (ledger.restore if is_own else ledger.add)(data)
         except ValueError as error:
             num_wrong += 1
             _logger.debug("a round in %s is left out: %s", path, error)

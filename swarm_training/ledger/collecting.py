@@ -100,12 +100,8 @@ class Collector:
 
 
 async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> bool:
-    """Fetch the rounds that the ledger lacks, up to ``newest``, page by page. Return whether there were any.
-
-    Raises:
-        ValueError: a round is not valid.
-        SwarmError, TimeoutError: the peer that is asked does not answer.
-    """
+    """Fetch the rounds that the ledger lacks, up to ``newest``, page by page. Return whether there were any. Raise
+    ValueError if a round is not valid, or SwarmError or TimeoutError if the peer that is asked does not answer."""
     is_new = has_more = True
     has_news = False
     while is_new and has_more:

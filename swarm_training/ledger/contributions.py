@@ -91,11 +91,8 @@ def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at:
 
 
 def verify_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
-    """Verify a round. ``organiser``: only its members may contribute and lead; None: any peer may.
-
-    Raises:
-        ValueError: a signature or token is wrong, or entries contradict each other.
-    """
+    """Verify a round. ``organiser``: only its members may contribute and lead; None: any peer may. Raise ValueError if
+    a signature or token is wrong, or entries contradict each other."""
     return _round_of(data, organiser, signer_of)
 
 

@@ -77,11 +77,8 @@ class Ledger:
         self._since = FIRST  # rounds of earlier moments are refused
 
     def add(self, data: bytes) -> RoundContributions | None:
-        """Verify and add a countersigned round. Return the round; None if it adds nothing new.
-
-        Raises:
-            ValueError: the round is not valid, too old, or of another run.
-        """
+        """Verify and add a countersigned round. Return the round; None if it adds nothing new. Raise ValueError if the
+        round is not valid, too old, or of another run."""
         if self._is_seen(data, moment_of(data, self.run)):
             return None
         round_ = verify_round(data, self.organiser)

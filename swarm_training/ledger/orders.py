@@ -104,12 +104,9 @@ class Orders:
         self._taken: dict[bytes, _Taken] = {}  # by id, until they expire: expired orders are refused
 
     def take(self, data: bytes) -> ModeratorOrder | None:
-        """Check an order and keep it. Return the order if it is new; None if it is known already.
-
-        Raises:
-            ValueError: the data is no order, is of another run, has expired or not begun, or its signature is wrong.
-            AccessDenied: the signer is no moderator.
-        """
+        """Check an order and keep it. Return the order if it is new; None if it is known already. Raise ValueError if
+        the data is no order, is of another run, has expired or not begun, or its signature is wrong; AccessDenied if
+        the signer is no moderator."""
         signed = parsed(pb.SignedByPeer, data, MAX_ORDER_BYTES)
         order, now = ModeratorOrder.parse(signed), self._clock()
         if order.run != self._run:

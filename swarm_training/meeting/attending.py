@@ -37,11 +37,8 @@ class Dismissed(Exception):
 
 @dataclass
 class Ballots:
-    """The promises of one peer and its accepted result at one step; see ``swarm_training.meeting.leader``.
-
-    Attributes:
-        given: the number of this peer's samples in the accepted result.
-    """
+    """The promises of one peer and its accepted result at one step; see ``swarm_training.meeting.leader``. ``given``:
+    the number of this peer's samples in the accepted result."""
 
     promised: int = 0
     accepted: pb.Accepted = field(default_factory=pb.Accepted)

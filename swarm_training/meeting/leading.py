@@ -52,12 +52,8 @@ class Leading:
         self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
 
     async def serve(self, peer_id: str, stream: MemberStream) -> None:
-        """Serve one member, from its joining to the end of the meeting.
-
-        Raises:
-            RequestRejected: the caller does not join, joins as another peer, or contradicts its record; or it sends
-                bytes that are no message.
-        """
+        """Serve one member, from its joining to the end of the meeting. Raise RequestRejected if the caller does not
+        join, joins as another peer, or contradicts its record; or it sends bytes that are no message."""
         async with asyncio.timeout(self._silence_s):
             first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "join":

@@ -27,10 +27,7 @@ _GRACE_S = 0.2
 @dataclass(frozen=True)
 class RunMembership(SwarmAccess):
     """The identity and rights with which a process enters a run, and the members through which it does.
-
-    Attributes:
-        initial_peers: multiaddrs of members of the run; none: the run begins here.
-    """
+    ``initial_peers``: multiaddrs of members of the run; none: the run begins here."""
 
     initial_peers: Sequence[str] = ()
 
@@ -73,11 +70,8 @@ class RunMembership(SwarmAccess):
 async def serve(
     add_services: Callable[[grpc.aio.Server], None], config: TrainingConfig, host: str, resources: AsyncExitStack
 ) -> tuple[str, bytes]:
-    """Start a server that stops with ``resources``. Return its address for other peers, and its TLS fingerprint.
-
-    Raises:
-        ValueError: listening on the address fails.
-    """
+    """Start a server that stops with ``resources``. Return its address for other peers, and its TLS fingerprint. Raise
+    ValueError if listening on the address fails."""
     certificate = Certificate.generate()
     server, bound = await start_server(add_services, certificate, host, config.port)
     resources.push_async_callback(server.stop, _GRACE_S)
@@ -86,10 +80,7 @@ async def serve(
 
 def listening_host(host: str | None, initial_peers: Sequence[str]) -> str:
     """Return ``host``, else this machine's address on the route to an initial peer, else loopback if there are none.
-
-    Raises:
-        ValueError: an initial peer is not a multiaddr, or no route leads to any of the initial peers.
-    """
+    Raise ValueError if an initial peer is not a multiaddr, or no route leads to any of the initial peers."""
     if host is not None:
         return host
     targets = [target for target in map(tcp_target, initial_peers) if target is not None]

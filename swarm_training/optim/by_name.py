@@ -37,10 +37,7 @@ def decay_groups(
 
 def optimizer_by_name(name: str, parameters: ParamsT, **options: Any) -> torch.optim.Optimizer:
     """Return an optimizer; 8-bit ones keep their state in CPU memory. ``options``: arguments of its class, as ``lr``.
-
-    Raises:
-        ValueError: there is no such optimizer, or it does not take these options.
-    """
+    Raise ValueError if there is no such optimizer, or it does not take these options."""
     if name not in _OPTIMIZERS:
         raise ValueError(f"optimizer {name!r} is unknown: expected one of {', '.join(_OPTIMIZERS)}")
     try:

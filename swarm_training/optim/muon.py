@@ -19,12 +19,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.0, momentum: float = 0.95) -> None:
-        """Take parameters or groups of them. Muon trains those in a group with ``is_hidden``, which are matrices.
-
-        Raises:
-            ValueError: this version of torch has no Muon, there are no parameters, a group for Muon has a parameter
-                that is no matrix, or a number is out of its range.
-        """
+        """Take parameters or groups of them. Muon trains those in a group with ``is_hidden``, which are matrices. Raise
+        ValueError if this version of torch has no Muon, there are no parameters, a group for Muon has a parameter that
+        is no matrix, or a number is out of its range."""
         kind = getattr(torch.optim, "Muon", None)
         if kind is None:
             raise ValueError(f"torch {torch.__version__} has no Muon: expected torch 2.9 or newer")

@@ -85,10 +85,7 @@ class StateInPlace(torch.optim.Optimizer):
         max_weight_norm: float | None = None,
     ) -> None:
         """Set the defaults. max_weight_norm: the most that a parameter's norm counts in LAMB; 10 in the authors' code.
-
-        Raises:
-            ValueError: a value is out of range.
-        """
+        Raise ValueError if a value is out of range."""
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} {value} is out of range: expected a finite number that is not negative")

@@ -24,11 +24,8 @@ M = TypeVar("M", bound=Message)
 
 
 class DhtPeerRegistry:
-    """A DHT node inside this process, and the keys of one run on the DHT.
-
-    Attributes:
-        node: the DHT node, for keys of other kinds.
-    """
+    """A DHT node inside this process, and the keys of one run on the DHT. ``node``: the DHT node, for keys of other
+    kinds."""
 
     def __init__(
         self,
@@ -55,12 +52,8 @@ class DhtPeerRegistry:
     async def join(
         cls, run: str, initial_peers: Sequence[str], identity: Identity, listening: Listening, timeout_s: float
     ) -> DhtPeerRegistry:
-        """Join the DHT through ``initial_peers``, or start a new DHT if there are none.
-
-        Raises:
-            NoSwarm: no initial peer answered.
-            ValueError: an initial peer is not a multiaddr with a peer id.
-        """
+        """Join the DHT through ``initial_peers``, or start a new DHT if there are none. Raise NoSwarm if no initial
+        peer answered, or ValueError if an initial peer is not a multiaddr with a peer id."""
         node = await start_joined(identity, listening, initial_peers, timeout_s)
         limit_records(node)  # without ``access``, which would admit records of servers only
         return cls(node, run, identity, initial_peers=initial_peers)
@@ -87,10 +80,7 @@ class DhtPeerRegistry:
 
     async def publish_order(self, order: bytes) -> None:
         """Publish an order beside this peer's earlier ones. Members relay them, because entries of the DHT expire.
-
-        Raises:
-            PeerUnavailable: no peer has stored the orders.
-        """
+        Raise PeerUnavailable if no peer has stored the orders."""
         orders, expires_at = [order], get_dht_time() + LIFETIME_S
         if (item := (await read_items(self.node, self._orders_key)).get(self._subkey)) is not None:
             orders = [*pb.PublishedOrders.FromString(item.value).orders, order]

@@ -31,11 +31,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Gossip:
-    """One peer's exchange of progress records with the others.
-
-    Attributes:
-        num_calls: the number of exchanges that this peer has begun.
-    """
+    """One peer's exchange of progress records with the others. ``num_calls``: the number of exchanges that this peer
+    has begun."""
 
     def __init__(
         self,

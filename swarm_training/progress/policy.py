@@ -102,6 +102,13 @@ def must_discard(view: LocalView) -> bool:
     return not own.accepted and any(not are_disjoint((peer.micro_batches, own.micro_batches)) for peer in lower)
 
 
+def of_usual_model(records: Collection[Progress]) -> list[Progress]:
+    """Return the records with the most common model; of equally common ones, the last one by digest counts."""
+    counts = Counter(record.model for record in records)
+    usual = max(counts, key=lambda model: (counts[model], model), default=b"")
+    return [record for record in records if record.model == usual]
+
+
 def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
     """Return the peers that more than half of the others, and at least two, exclude: no peer can exclude one alone."""
     votes = Counter(peer_id for peer in records for peer_id in set(peer.excludes) - {peer.peer_id})

@@ -68,11 +68,8 @@ class ProgressTable:
         self._news = asyncio.Event()
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
-        """Store a record, and return it if it is newer than the known record of that peer.
-
-        Raises:
-            ValueError: the record is not signed by its peer, or that peer trains another run or model.
-        """
+        """Store a record, and return it if it is newer than the known record of that peer. Raise ValueError if the
+        record is not signed by its peer, or that peer trains another run or model."""
         if signed.progress in self._known:
             return None
         record = read_signed(signed)

@@ -30,11 +30,8 @@ EXPECTED = "tensorboard:DIR or wandb:PROJECT"
 
 
 def parse_report(text: str) -> OpenReporter:
-    """Return what opens the place that ``text`` names, such as ``tensorboard:logs`` for a directory.
-
-    Raises:
-        ValueError: the text names no such place, or the package that it needs is not installed.
-    """
+    """Return what opens the place that ``text`` names, such as ``tensorboard:logs`` for a directory. Raise ValueError
+    if the text names no such place, or the package that it needs is not installed."""
     kind, _, where = text.partition(":")
     if kind not in _KINDS or not where:
         raise ValueError(f"--report is {text!r}: expected {EXPECTED}")

@@ -28,11 +28,7 @@ class LossHistory:
 
 @dataclass(frozen=True)
 class Diverged:
-    """The finding that a run has diverged.
-
-    Attributes:
-        first_step: the first step whose loss shows that the run has diverged.
-    """
+    """The finding that a run has diverged; the loss of ``first_step`` is the first that shows it."""
 
     first_step: int
     reason: str

@@ -83,11 +83,8 @@ class Rollbacks:
 
     async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: LocalView) -> StateFile | None:
         """Return the state that a group goes back to, if that is justified; None: this peer has that state already.
-
-        Raises:
-            RequestRejected: the rollback is not justified, or its checkpoint differs from this peer's.
-            PeerUnavailable: no peer gives the checkpoint.
-        """
+        Raise RequestRejected if the rollback is not justified, or its checkpoint differs from this peer's;
+        PeerUnavailable if no peer gives the checkpoint."""
         go_back = group.go_back
         assert go_back is not None
         if go_back.order:

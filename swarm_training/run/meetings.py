@@ -46,10 +46,7 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Environment:
     """All that a peer uses and does not own, which tests simulate: other peers, the DHT, threads and chance.
-
-    Attributes:
-        in_thread: calls a function that takes long in another thread.
-    """
+    ``in_thread``: calls a function that takes long in another thread."""
 
     network: Network
     board: DhtPeerRegistry

@@ -22,11 +22,7 @@ from swarm_training.run.state import TrainedState
 
 @dataclass
 class PeerProcess:
-    """A peer of a run with its network resources.
-
-    Attributes:
-        addresses: multiaddrs through which other peers can join.
-    """
+    """A peer of a run with its network resources. ``addresses``: multiaddrs through which other peers can join."""
 
     peer: TrainingPeer
     addresses: list[str]

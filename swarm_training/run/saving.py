@@ -59,12 +59,9 @@ def save_servable(
     keep: int,
     spared: Collection[int] = frozenset(),
 ) -> Path:
-    """Write a servable checkpoint to a new folder in the directory; return its path. The rest is as for ``save``.
-
-    Raises:
-        ValueError: ``keep`` is less than 1, or the directory cannot be written.
-        CheckpointError: the directory has checkpoints of another run.
-    """
+    """Write a servable checkpoint to a new folder in the directory; return its path. The rest is as for ``save``. Raise
+    ValueError if ``keep`` is less than 1, or the directory cannot be written; CheckpointError if the directory has
+    checkpoints of another run."""
     store = CheckpointDirectory(directory, keep)
     store.require_of(content.run)
     store.discard_undone_since(content.rollbacks, went_back_to)
@@ -73,12 +70,8 @@ def save_servable(
 
 def load_newest(state: TrainedState, directory: Path) -> Moment | None:
     """Load the newest checkpoint of the directory that is intact, and return its moment; None if there is none. Damaged
-    ones cause a warning.
-
-    Raises:
-        CheckpointError: all checkpoints are damaged.
-        ValueError: the checkpoint is of another model or optimizer.
-    """
+    ones cause a warning. Raise CheckpointError if all checkpoints are damaged, or ValueError if the checkpoint is of
+    another model or optimizer."""
     found: list[tuple[Moment, Path, Callable[[], None]]] = []
     for path, kept in stored_in(directory).items():
         moment = Moment(kept.lineage.rollbacks, kept.step)

@@ -36,10 +36,8 @@ class GradientAccumulator:
     loop they run. Everything else, above all the optimizer's step, happens in the caller's thread.
 
     Attributes:
-        samples: the number of samples behind the accumulated gradients.
         last_group: ids of the peers that were averaged for the last step, in the order of the sum.
         last_batch_size: the number of samples in that average.
-        evaluation: the evaluation on held-out data, if there is one.
         last_loss: the mean loss over the samples of that average for which members have reported one, before the step;
             None: nobody has reported a loss.
     """

@@ -229,12 +229,8 @@ class TrainedState:
 
     def snapshot(self, waits: bool = True) -> tuple[Moment, StateFile]:
         """Return the moment, and the state in a temporary safetensors file, which cannot contain code. ``waits``:
-        whether the next step waits until the file is written.
-
-        Raises:
-            SwarmError: the file cannot be written.
-            PeerUnavailable: a step that did not wait has changed the state.
-        """
+        whether the next step waits until the file is written. Raise SwarmError if the file cannot be written, or
+        PeerUnavailable if a step that did not wait has changed the state."""
         file = temporary_file()
         with undone_on_error(file.close):
             try:
@@ -317,10 +313,7 @@ class TrainedState:
         self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
     ) -> None:
         """Take over the parameters and the ``state_dict()`` of optimizer and compressor that ``checkpoint`` has had.
-
-        Raises:
-            ValueError: they are those of other parameters, or of another kind of optimizer or compressor.
-        """
+        Raise ValueError if they are those of other parameters, or of another kind of optimizer or compressor."""
         shapes = [(each.shape, each.dtype) for each in parameters]
         if shapes != [(each.shape, each.dtype) for each in self.parameters]:
             raise ValueError("the checkpoint is of other parameters")

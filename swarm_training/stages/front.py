@@ -27,8 +27,8 @@ from swarm_training.stages.commands.inference import after_last_step
 from swarm_training.stages.commands.looking import look
 from swarm_training.stages.commands.running import carry_out, device_named
 from swarm_training.stages.commands.serving import serve
-from swarm_training.stages.commands.spans import spans_of_stages, stage_with
 from swarm_training.stages.commands.training import train_run
+from swarm_training.stages.placement.spans import spans_of_stages, stage_with
 from swarm_training.stages.routing.run_stages import stage_run
 
 say = partial(print, flush=True)

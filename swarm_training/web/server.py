@@ -36,11 +36,8 @@ class WatchServer:
     """
 
     def __init__(self, address: str) -> None:
-        """Listen at an address, ``HOST`` or ``HOST:PORT``; port 0 takes any that is free.
-
-        Raises:
-            ValueError: the address is none, or it cannot be listened at.
-        """
+        """Listen at an address, ``HOST`` or ``HOST:PORT``; port 0 takes any that is free. Raise ValueError if the
+        address is none, or it cannot be listened at."""
         host, port = _split(address)
         self.is_local = is_loopback_host(host)
         self._bodies: Mapping[str, Body] = {

@@ -14,11 +14,8 @@ _SPARE_BYTES = 1 << 20
 
 
 class Expert:
-    """A module that is trained with Adam; used by one thread at a time.
-
-    Attributes:
-        num_steps: its version: the number of optimizer steps, including those before it was loaded.
-    """
+    """A module that is trained with Adam; used by one thread at a time. ``num_steps``: its version: the number of
+    optimizer steps, including those before it was loaded."""
 
     def __init__(self, module: nn.Module, learning_rate: float, max_grad_norm: float) -> None:
         self.module = module
@@ -34,10 +31,7 @@ class Expert:
 
     def backward(self, inputs: torch.Tensor, grad_outputs: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the inputs, [rows, hidden], with the present weights; then take an optimizer step.
-
-        Raises:
-            RequestRejected: gradients are not finite; no step is taken.
-        """
+        Raise RequestRejected if gradients are not finite; no step is taken."""
         inputs = inputs.clone().requires_grad_()
         with torch.enable_grad():
             outputs = self.module(inputs)
@@ -73,11 +67,8 @@ class Expert:
         return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
 
     def load(self, tensors: dict[str, torch.Tensor], num_steps: int | None = None) -> None:
-        """Load the tensors that ``state`` returned; a file of an older version has no ``num_steps``.
-
-        Raises:
-            ValueError: the tensors are those of another kind of expert, not after ``num_steps``, or not finite; nothing
-                is changed.
+        """Load the tensors that ``state`` returned; a file of an older version has no ``num_steps``. Raise ValueError
+        if the tensors are those of another kind of expert, not after ``num_steps``, or not finite; nothing is changed.
         """
         rest = dict(tensors)
         steps = _checked_steps(rest.pop(_STEPS, torch.tensor(0)), num_steps)

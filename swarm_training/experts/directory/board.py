@@ -38,12 +38,8 @@ class DhtNodeOfExperts:
 
     @classmethod
     async def join(cls, initial_peers: Sequence[str], access: SwarmAccess, listening: Listening) -> DhtNodeOfExperts:
-        """Join through ``initial_peers``, or start a new DHT if there are none.
-
-        Raises:
-            NoSwarm: no initial peer answered.
-            ValueError: an initial peer is not a multiaddr with a peer id.
-        """
+        """Join through ``initial_peers``, or start a new DHT if there are none. Raise NoSwarm if no initial peer
+        answered, or ValueError if an initial peer is not a multiaddr with a peer id."""
         node = await start_joined(access.identity, listening, initial_peers, _JOIN_TIMEOUT_S)
         return cls(node, access, initial_peers)
 

@@ -45,10 +45,7 @@ class ExpertCache:
 
     async def following(self, prefixes: Iterable[Prefix], without: Collection[Failure] = ()) -> dict[Prefix, set[int]]:
         """Return the coordinates that follow each prefix, of experts whose servers are not banned, nor in ``without``.
-
-        Raises:
-            PeerUnavailable: the DHT does not answer.
-        """
+        Raise PeerUnavailable if the DHT does not answer."""
         wanted, now = set(prefixes), self._clock()
         ages = {prefix: now - self._known[prefix][1] for prefix in wanted if prefix in self._known}
         if unknown := {prefix for prefix in wanted if ages.get(prefix, self._too_old_s) >= self._too_old_s}:

@@ -27,12 +27,8 @@ def most_seconds(size_bytes: int) -> float:
 
 
 async def received(replica: Replica, first: _Part, parts: AsyncIterator[_Part], timeout_s: float) -> bytes:
-    """Return the bytes of a replica whose first part has come; memory is reserved only for what has arrived.
-
-    Raises:
-        RequestRejected: the bytes are not those of the description.
-        TimeoutError: they do not come in time.
-    """
+    """Return the bytes of a replica whose first part has come; memory is reserved only for what has arrived. Raise
+    RequestRejected if the bytes are not those of the description, or TimeoutError if they do not come in time."""
     came = [first.data]
     size_bytes = len(first.data)
     async with asyncio.timeout(timeout_s):

@@ -66,11 +66,8 @@ class Replication:
         self._sent: dict[Cell, dict[ExpertHolder, _Sent]] = {}
 
     async def send(self, experts: Mapping[Cell, Expert]) -> None:
-        """Send experts that have changed to as many keepers as are configured.
-
-        Raises:
-            PeerUnavailable: the DHT does not name the keepers.
-        """
+        """Send experts that have changed to as many keepers as are configured. Raise PeerUnavailable if the DHT does
+        not name the keepers."""
         if not self._config.replicas:
             return
         keepers = {each.peer_id: each for each in await self._board.keepers() if each.peer_id != self._own.peer_id}

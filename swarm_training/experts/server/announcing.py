@@ -30,12 +30,8 @@ class Announcer:
         self._published: set[Cell] = set()  # prefixes
 
     async def free_cells(self, count: int, wanted: Iterable[Cell] = (), taken: Collection[Cell] = ()) -> list[Cell]:
-        """Return ``count`` cells that no other server has, the ``wanted`` ones first, none of them in ``taken``.
-
-        Raises:
-            SwarmError: there are not enough free cells.
-            PeerUnavailable: the DHT does not answer.
-        """
+        """Return ``count`` cells that no other server has, the ``wanted`` ones first, none of them in ``taken``. Raise
+        SwarmError if there are not enough free cells, or PeerUnavailable if the DHT does not answer."""
         grid = self._config.grid
         found = await self._without_others(list(dict.fromkeys(wanted)))
         left = candidates(grid, self._own.peer_id)
@@ -51,11 +47,8 @@ class Announcer:
 
     async def claimed(self, cells: Collection[Cell]) -> list[Cell]:
         """Wait until no other server has these cells, and return them: the records of a killed server last for a while.
-
-        Raises:
-            SwarmError: another server has one of the cells, and continues to announce it.
-            PeerUnavailable: the DHT does not answer.
-        """
+        Raise SwarmError if another server has one of the cells, and continues to announce it; PeerUnavailable if the
+        DHT does not answer."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + _LIFETIMES_WAITED * self._config.lifetime_s
         before: set[Cell] = set()

@@ -23,7 +23,6 @@ class ExpertHost:
     """The experts of one server, and the handlers of calls to them. Used on one event loop only.
 
     Attributes:
-        experts: the experts, by cell.
         pool: the task pool that computes them; its ``run`` must be running.
     """
 

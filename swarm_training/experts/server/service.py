@@ -57,10 +57,6 @@ async def start_service(
     port: int,
     access: AccessControl | None,
 ) -> tuple[grpc.aio.Server, int]:
-    """Return a server that listens, and its port.
-
-    Raises:
-        ValueError: the server cannot listen at the address.
-    """
+    """Return a server that listens, and its port. Raise ValueError if the server cannot listen at the address."""
     service = ExpertsService(handlers, replicas, access)
     return await start_server(partial(add_service, service, _SERVICE), certificate, host, port)

@@ -26,11 +26,8 @@ class ExpertFiles:
     name: str
 
     def cells(self) -> list[Cell]:
-        """Return the sorted cells of the experts in the directory.
-
-        Raises:
-            ValueError: the directory cannot be made or read.
-        """
+        """Return the sorted cells of the experts in the directory. Raise ValueError if the directory cannot be made or
+        read."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in self.directory.iterdir()]

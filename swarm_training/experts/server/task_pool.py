@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 
 from swarm_protocol.errors import PeerBusy, PeerError, SwarmError
+from swarm_protocol.failures import any_error_as
 from swarm_protocol.net.shares import HalfShares
 from swarm_training.experts.core.cells import Cell
 from swarm_training.experts.search.batching import BatchQueue
@@ -103,7 +105,9 @@ class TaskPool:
             return
         tensors = [torch.cat(each) for each in zip(*(task.tensors for task in tasks), strict=True)]
         try:
-            results = (await self.in_thread(lambda: self._compute(key, tensors))).split([task.rows for task in tasks])
+            with any_error_as(partial(_failure, key)):
+                whole = await self.in_thread(lambda: self._compute(key, tensors))
+                results = whole.split([task.rows for task in tasks])
         except SwarmError as error:
             if len(tasks) > 1:  # one bad request must not fail the others
                 for task in tasks:
@@ -111,11 +115,13 @@ class TaskPool:
             else:
                 tasks[0].fail(error)
             return
-        except Exception as error:  # from a user's module: any error
-            _logger.exception("%s of expert %s failed", *key)
-            failure = PeerError(f"the expert failed: {type(error).__name__}")
-            for task in tasks:
-                task.fail(failure)
-            return
         for task, result in zip(tasks, results, strict=True):
             task.succeed(result)
+
+
+def _failure(key: Key, error: Exception) -> SwarmError:
+    """Return the error for callers: a user's module may raise any."""
+    if isinstance(error, SwarmError):
+        return error
+    _logger.error("%s of expert %s failed", *key, exc_info=error)
+    return PeerError(f"the expert failed: {type(error).__name__}")

@@ -48,11 +48,8 @@ class StateDownloads:
 
     async def newest(self) -> Downloaded | None:
         """Download and return the state that most other peers have; None if no peer has a newer one, or gives it. Peers
-        that refuse are asked a second time, for their newest state then: a step may have overtaken the first one.
-
-        Raises:
-            ValueError: a source trains another model than this peer, which has not joined yet.
-        """
+        that refuse are asked a second time, for their newest state then: a step may have overtaken the first one. Raise
+        ValueError if a source trains another model than this peer, which has not joined yet."""
         for may_ask_again in (True, False):
             sources = list(policy.sources_of_state(self._standing.view()))
             self._rng.shuffle(sources)

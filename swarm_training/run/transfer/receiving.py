@@ -58,12 +58,8 @@ async def compare(network: Network, source: Progress, own: TrainedState) -> None
 
 
 async def download(network: Network, source: Progress, own: TrainedState, in_thread: InThread) -> Downloaded:
-    """Download the newest state of the source.
-
-    Raises:
-        PeerUnavailable, TimeoutError: the source is gone, or too slow.
-        ValueError: the source trains another model.
-    """
+    """Download the newest state of the source. Raise PeerUnavailable or TimeoutError if the source is gone, or too
+    slow; ValueError if the source trains another model."""
     header, data = await _received(network, source, pb.StateRequest(), _most_bytes(own), in_thread, own)
     losses = tuple(header.usual_losses)
     if not 0 < len(header.roster) <= MAX_MEMBERS or header.went_back_to > header.step:

@@ -120,11 +120,8 @@ async def until_last_step(watch: RunWatch, planned: int) -> None:
 
 
 async def serve_trained(file: RunFile, after: Afterwards, place: InferenceContext, say: Say) -> None:
-    """Serve the trained blocks after the last step, until cancelled; generations then end or move.
-
-    Raises:
-        SwarmError, ValueError: the server cannot start, although the model has been written.
-    """
+    """Serve the trained blocks after the last step, until cancelled; generations then end or move. Raise SwarmError or
+    ValueError if the server cannot start, although the model has been written."""
     directory = await _written(file, after, place, say)
     config = ServerConfig(
         model=str(directory),

@@ -45,11 +45,7 @@ _logger = logging.getLogger(__name__)
 @contextmanager
 def look(file: RunFile, who: Joining) -> Iterator[Callable[[], RunView]]:
     """Yield a function that returns the current view of the run. The process only watches, and no peer waits for it.
-
-    Raises:
-        ValueError: the run is not trained in stages.
-        NoSwarm: no initial peer answers.
-    """
+    Raise ValueError if the run is not trained in stages, or NoSwarm if no initial peer answers."""
     size = require_stages(file)
     config, count = training_config(file), file.stages.count
     presence = network_loop.run(WatchPresence.enter(file.run.name, count, who.membership(), config))

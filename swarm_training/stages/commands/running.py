@@ -14,11 +14,8 @@ Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 def device_named(name: str) -> str:
-    """Return torch's name of a device; ``auto`` is a GPU if one can compute in float64, as sums of losses are.
-
-    Raises:
-        ValueError: the name is unknown, or the device cannot be used here or not in float64.
-    """
+    """Return torch's name of a device; ``auto`` is a GPU if one can compute in float64, as sums of losses are. Raise
+    ValueError if the name is unknown, or the device cannot be used here or not in float64."""
     import torch
 
     from swarm_models.gpu.devices import best_device, named_device

@@ -6,9 +6,7 @@ After the run's last step, the process may go on as an inference server of the t
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -53,14 +51,13 @@ from swarm_training.stages.commands.inference import (
     until_last_step,
 )
 from swarm_training.stages.commands.looking import CurveFiles, follow_stage
-from swarm_training.stages.commands.spans import costs_of, spans_of_stages
 from swarm_training.stages.engine.settings import StageSource
 from swarm_training.stages.engine.stage import Stage
 from swarm_training.stages.peer.placing import Announcements, PlacementTimes, StageChooser, choose
-from swarm_training.stages.peer.presence import StageOfRun, StagePresence
+from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
 from swarm_training.stages.peer.shared import spans_of
 from swarm_training.stages.peer.stage_peer import LOOK_S, OwnStage, StagePeer
-from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.placement.spans import costs_of, spans_of_stages
 from swarm_training.stages.rpc.hosting import HostedStage
 from swarm_training.stages.rpc.service import StagesService
 from swarm_training.stages.trainer.recomputing import HeldOutSamples, Recomputing
@@ -163,19 +160,13 @@ class _Serving:
             index, self.is_founder = moved_to, False
 
     async def _choose(self) -> int:
-        async with self._watch() as watch:
-            return await choose(watch, self.announcements, self.member.identity.peer_id, self.costs, self.pace)
-
-    @asynccontextmanager
-    async def _watch(self) -> AsyncIterator[RunWatch]:
-        network = self.member.network()
-        watch = RunWatch(self.place.runs, network, self.boards, self.config.silence_s, random.Random())
-        watching = asyncio.ensure_future(watch.run())
+        run, count = self.file.run.name, self.place.num_stages
+        watching = await WatchPresence.enter(run, count, self.member, self.config, self.board)
         try:
-            yield watch
+            own_id = self.member.identity.peer_id
+            return await choose(watching.watch, self.announcements, own_id, self.costs, self.pace)
         finally:
-            await end_tasks([watching])
-            await network.close()
+            await watching.leave()
 
     async def hold(self, index: int, *, stays: bool) -> int:
         """Hold a stage, and return the next stage once the peer has left this one. A peer that stays never returns."""

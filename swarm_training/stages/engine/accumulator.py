@@ -30,10 +30,6 @@ class Accumulator:
     rounding error below 2^13. They do not depend on the order of commits, nor on how micro-batches are divided among
     peers whose sums are added. One process that rounds the same (``rounded``) has the same bits. Sums in float32 depend
     on both in their last bits.
-
-    Attributes:
-        step: the global step of these gradients.
-        num_micro_batches: M.
     """
 
     def __init__(

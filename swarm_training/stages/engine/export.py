@@ -80,10 +80,7 @@ def export_adapter(
     parts: Iterable[Mapping[str, Tensor]], settings: LoraSettings, directory: Path, base_model: str
 ) -> None:
     """Write a PEFT adapter from ``Stage.state()`` of all stages. ``base_model``: the model that the adapter is for.
-
-    Raises:
-        ValueError: there are no matrices.
-    """
+    Raise ValueError if there are no matrices."""
     tensors: dict[str, Tensor] = {}
     for part in parts:
         tensors |= {name_in_peft_file(name): each.cpu().contiguous() for name, each in part.items()}

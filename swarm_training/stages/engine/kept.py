@@ -26,11 +26,8 @@ class KeptPass:
 
 class GraphMemoryMeter:
     """A context that measures the tensors that a graph keeps. They are kept without their history: otherwise an
-    operation that keeps its own output would keep itself alive.
-
-    Attributes:
-        size_bytes: the bytes of their storages, each counted once; those of ``free`` tensors do not count.
-    """
+    operation that keeps its own output would keep itself alive. ``size_bytes``: the bytes of their storages, each
+    counted once; those of ``free`` tensors do not count."""
 
     def __init__(self, free: list[Tensor]) -> None:
         self.size_bytes = 0
@@ -54,11 +51,8 @@ class GraphMemoryMeter:
 
 class KeptPasses:
     """The kept passes for one state of the weights. A pass without room is computed again by its backward. A trainer
-    that never asks for its backward costs room until the weights change.
-
-    Attributes:
-        max_bytes: the most bytes that the passes may take.
-    """
+    that never asks for its backward costs room until the weights change. ``max_bytes``: the most bytes that the passes
+    may take."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes

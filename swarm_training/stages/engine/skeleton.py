@@ -41,10 +41,7 @@ class PassThrough(nn.Module):
 
 class OneOfTwo(nn.Module):
     """A module that a family calls before its blocks and again after them; here, it acts at one of the two calls.
-
-    Attributes:
-        calls: the number of calls in the current forward pass.
-    """
+    ``calls``: the number of calls in the current forward pass."""
 
     def __init__(self, module: nn.Module, acts_at: int) -> None:
         super().__init__()

@@ -66,10 +66,8 @@ class Stage:
         width: the numbers of a token that travel between stages: the hidden size, or less with layers in between.
         parameters: the trained parameters, in fp32, in the order of the stock model. Code that changes them in place
             (optimizers, ``TrainedState``) changes what the stage computes from then on.
-        names: the names of the parameters in the stock model.
         shared: the names of parameters that another stage has too: the first and the last one if embeddings are tied.
             Both stages must step with the sum of both stages' gradients, so that they stay equal.
-        num_trained: the number of elements of all parameters.
     """
 
     def __init__(

@@ -40,11 +40,8 @@ class WeightsOfStages:
 
 
 class StageEvaluation:
-    """One peer's part in the evaluations of its run. All methods are for one event loop.
-
-    Attributes:
-        known: the known losses: all of them at the last stage, at others those that were the lowest or the newest.
-    """
+    """One peer's part in the evaluations of its run. All methods are for one event loop. ``known``: the known losses:
+    all of them at the last stage, at others those that were the lowest or the newest."""
 
     def __init__(self, index: int, peer: TrainingPeer, watch: RunWatch) -> None:
         self.known = EvaluationHistory()

@@ -166,13 +166,22 @@ class WatchPresence:
     _resources: AsyncExitStack
 
     @classmethod
-    async def enter(cls, run: str, num_stages: int, member: RunMembership, config: TrainingConfig) -> WatchPresence:
-        """Start to watch. Raises ValueError if there are no initial peers, NoSwarm if none can be reached."""
+    async def enter(
+        cls,
+        run: str,
+        num_stages: int,
+        member: RunMembership,
+        config: TrainingConfig,
+        board: DhtPeerRegistry | None = None,
+    ) -> WatchPresence:
+        """Start to watch; ``board``: as for ``StagePresence``.
+
+        Raises ValueError if there are no initial peers, NoSwarm if none can be reached."""
         if not member.initial_peers:
             raise ValueError("there are no initial peers: expected multiaddrs of peers of the run")
         runs = [stage_run(run, number) for number in range(num_stages)]
         async with AsyncExitStack() as resources:
-            board, network = await member.connect(runs[0], config, resources)
+            board, network = await member.connect(runs[0], config, resources, board=board)
             boards = {number: board.beside(name) for number, name in enumerate(runs)}
             moderation = Moderation(member.orders(run))
             watch = RunWatch(runs, network, boards, config.silence_s, random.Random(), banned=moderation.banned)

@@ -50,12 +50,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnStage:
-    """The stage that a peer trains: its number, its trained state, and the sums of its gradients.
-
-    Attributes:
-        local: the steps that the peer takes between two averages, whose samples are micro-batches; None: there are
-            none. The state drifts with them.
-    """
+    """The stage that a peer trains: its number, its trained state, and the sums of its gradients. ``local``: the steps
+    that the peer takes between two averages, whose samples are micro-batches; None: there are none. The state drifts
+    with them."""
 
     index: int
     state: TrainedState
@@ -73,13 +70,8 @@ class StagePeer:
     With local steps, peers of a stage have weights of their own between two averages. They are again the same, bit for
     bit, at each step of the run. A lost peer's local steps are lost with it, as sums of gradients are.
 
-    Attributes:
-        index: the number of the stage.
-        watch: the watch of all stages.
-        evaluation: the part that this peer has in evaluations on held-out data.
-        peer: the part that this peer has in the run of its stage.
-        counting: the count of its micro-batches.
-        num_counted: the number of micro-batches of the last step in this peer's sums.
+    ``peer`` is the part that this peer has in the run of its stage, and ``num_counted`` the number of micro-batches of
+    the last step in its sums.
     """
 
     def __init__(
@@ -159,10 +151,7 @@ class StagePeer:
     def note_not_finite(self, step: int) -> bool:
         """Record a trainer's report that some answer of this step is not finite, whichever peer computes it. Return
         False if there is no checkpoint to go back to. Otherwise the stage decides, as it does if the loss is too high.
-
-        Raises:
-            PeerMoved: the peer is at another step.
-        """
+        Raise PeerMoved if the peer is at another step."""
         if step != self.step:
             raise PeerMoved(f"this peer is at step {self.step}")
         if not any(peer.kept for peer in self.peer.view().all):
@@ -187,11 +176,8 @@ class StagePeer:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Run until cancelled; the peer must have joined its stage, or founded it.
-
-        Raises:
-            AccessDenied: a moderator has banned this peer, or most of its mates exclude it.
-        """
+        """Run until cancelled; the peer must have joined its stage, or founded it. Raise AccessDenied if a moderator
+        has banned this peer, or most of its mates exclude it."""
         relays = [self._relay(table) for table in (self.peer.table, *self.watch.tables)]
         relaying = asyncio.gather(self._replicas.run(), *relays)
         try:
@@ -239,11 +225,7 @@ class StagePeer:
 
     async def _found(self) -> bool:
         """Begin the stage's run, or go on from a checkpoint if all its peers are gone; return False if there is none
-        yet.
-
-        Raises:
-            ValueError: the checkpoint is of another model.
-        """
+        yet. Raise ValueError if the checkpoint is of another model."""
         moments = [peer.moment for stage in self.watch.view().stages for peer in stage]
         newest = max(moments, default=Moment(0, 0))
         found = await self._resuming.find(newest)
@@ -287,10 +269,7 @@ class StagePeer:
 
     async def load(self) -> bool:
         """Take over the state of the stage; return False if no peer gives it. Gradients of an older state are dropped.
-
-        Raises:
-            ValueError: the others train another model than this peer, which has not joined yet.
-        """
+        Raise ValueError if the others train another model than this peer, which has not joined yet."""
         downloaded = await self.peer.downloads.newest()
         if downloaded is None:
             return False

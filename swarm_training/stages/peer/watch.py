@@ -38,11 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RunWatch:
-    """The watch of all stages of a run. All its methods are for one event loop.
-
-    Attributes:
-        num_stages: the number of stages.
-    """
+    """The watch of all stages of a run. All its methods are for one event loop."""
 
     def __init__(
         self,

@@ -45,12 +45,8 @@ class PlacedPeer:
 
 @dataclass(frozen=True)
 class PlacementView:
-    """The peers of a run, as one process sees them.
-
-    Attributes:
-        costs: the relative cost of a micro-batch at each stage, above 0; the first and the last one do more than their
-            blocks.
-    """
+    """The peers of a run, as one process sees them. ``costs``: the relative cost of a micro-batch at each stage, above
+    0; the first and the last one do more than their blocks."""
 
     costs: tuple[float, ...]
     peers: tuple[PlacedPeer, ...]

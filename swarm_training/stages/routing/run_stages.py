@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.progress.policy import excluded_by_most
+from swarm_training.progress.policy import excluded_by_most, of_usual_model
 
 
 def stage_run(run: str, stage: int) -> str:
@@ -64,6 +64,4 @@ def moment_of(stages: Stages) -> Moment | None:
 def _usual(records: Sequence[Progress]) -> list[Progress]:
     excluded = excluded_by_most(records)
     exact = [record for record in records if record.counts_exactly and record.peer_id not in excluded]
-    models = Counter(record.model for record in exact)
-    usual = max(models, key=lambda model: (models[model], model), default=b"")
-    return sorted((record for record in exact if record.model == usual), key=lambda record: record.peer_id)
+    return sorted(of_usual_model(exact), key=lambda record: record.peer_id)

@@ -31,11 +31,7 @@ _WRITE_S = 1.0  # the time to end a write after its call was cancelled
 
 
 class StagesService:
-    """The service of a stage peer for trainers.
-
-    Attributes:
-        room: the room for requests.
-    """
+    """The service of a stage peer for trainers."""
 
     def __init__(
         self,

@@ -33,12 +33,8 @@ def moment_of(message: pb.MicroBatch) -> Moment:
 
 
 def check_micro_batch(message: pb.MicroBatch, run: str, host: HostedStage) -> None:
-    """Check that this peer can compute the micro-batch.
-
-    Raises:
-        PeerMoved: the trainer speaks another version, or means another run, stage or step than this peer is at.
-        RequestRejected: there is no such micro-batch.
-    """
+    """Check that this peer can compute the micro-batch. Raise PeerMoved if the trainer speaks another version, or means
+    another run, stage or step than this peer is at; RequestRejected if there is no such micro-batch."""
     if message.wire_version != WIRE_VERSION:
         raise PeerMoved(f"this peer speaks version {WIRE_VERSION} of stages, the trainer {message.wire_version}")
     if (message.run, message.stage) != (run, host.stage.index):
@@ -63,12 +59,8 @@ def require_moment(message: pb.MicroBatch, host: HostedStage) -> None:
 
 
 def tokens_of(wire: wire_pb.Tensor, reservation: RequestReservation, max_tokens: int) -> torch.Tensor:
-    """Return token ids that came in one piece, [rows, positions] int64.
-
-    Raises:
-        RequestRejected: the tensor has no token ids, or too many.
-        PeerBusy: there is no room for them.
-    """
+    """Return token ids that came in one piece, [rows, positions] int64. Raise RequestRejected if the tensor has no
+    token ids, or too many; PeerBusy if there is no room for them."""
     shape = list(wire.shape[:3])
     if len(shape) != 2 or min(shape) < 1 or wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
         raise RequestRejected(f"token ids have shape {shown_shape(wire)}: expected [rows, positions] of int64")
@@ -118,10 +110,7 @@ class RequestReader:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all finite tensors of this call, by field: [rows, positions, width], or token ids [rows, positions].
-
-        Raises:
-            RequestRejected: one is missing, incomplete or not finite.
-        """
+        Raise RequestRejected if one is missing, incomplete or not finite."""
         self._arriving.require_complete()
         found = self._arriving.found
         for name in FIELDS:

@@ -49,11 +49,8 @@ class _Witness:
 
 
 class Auditor:
-    """A trainer's auditor. All its methods are for one event loop.
-
-    Attributes:
-        convicted: the ids of peers that answered wrongly, each confirmed by at least one mate.
-    """
+    """A trainer's auditor. All its methods are for one event loop. ``convicted``: the ids of peers that answered
+    wrongly, each confirmed by at least one mate."""
 
     def __init__(
         self,

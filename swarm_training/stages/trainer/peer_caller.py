@@ -41,11 +41,8 @@ class StepOver(Exception):
 
 
 class PeerCaller:
-    """A caller that sends a trainer's requests to stage peers, and sends them again where it may.
-
-    Attributes:
-        num_retries: the number of requests that had to be made again.
-    """
+    """A caller that sends a trainer's requests to stage peers, and sends them again where it may. ``num_retries``: the
+    number of requests that had to be made again."""
 
     def __init__(self, look: Look, router: Router, config: TrainerConfig, client: StagesClient) -> None:
         """Set up requests. ``look``: returns the living peers of each stage, as they are known now."""

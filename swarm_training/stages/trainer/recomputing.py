@@ -52,12 +52,8 @@ class Recomputing:
         self._asking = PeerCaller(look, router, config, self._client)
 
     async def is_finite(self, moment: Moment, number: int, ids: Tensor, labels: Tensor) -> bool:
-        """Return whether all answers are finite. ids, labels: [rows, positions] int64.
-
-        Raises:
-            PeerMoved: a stage has no peer at this moment, or this peer has gone on.
-            RequestRejected: the token ids do not fit the model.
-        """
+        """Return whether all answers are finite. ids, labels: [rows, positions] int64. Raise PeerMoved if a stage has
+        no peer at this moment, or this peer has gone on; RequestRejected if the token ids do not fit the model."""
         stages, trace = len(self._look()), Trace(Content(ids, labels))
         passes = self._passes(moment, forward_only=False)
         try:

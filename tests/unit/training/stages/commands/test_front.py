@@ -24,7 +24,7 @@ from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.stages import front
 from swarm_training.stages.commands.inference import Afterwards
 from swarm_training.stages.commands.looking import view_of
-from swarm_training.stages.commands.spans import costs_of, spans_of_stages
+from swarm_training.stages.placement.spans import costs_of, spans_of_stages
 from tests.unit.training.ledger.members import ORGANISER
 from tests.unit.training.ledger.test_ledger import a_round
 from tests.unit.training.stages.commands.test_command_line import PEER, TEXT
