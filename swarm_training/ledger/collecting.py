@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.wire.printable import printable
@@ -29,28 +30,18 @@ Ask = Callable[[pb.RoundsRequest], Awaitable[pb.RoundsReply]]
 Take = Callable[[bytes], Awaitable[bool]]
 
 
+@dataclass(eq=False)
 class Collector:
-    def __init__(
-        self,
-        ledger: Ledger,
-        network: Network,
-        peers: Callable[[], Sequence[Progress]],
-        newest: Callable[[], Moment | None],
-        keep: Callable[[bytes, RoundContributions], Awaitable[bool]],
-        in_thread: InThread,
-        rng: random.Random,
-    ) -> None:
-        """Collect for ``ledger``. ``peers``: returns the peers that can be asked. ``newest``: returns the last moment
-        whose rounds are taken; None: it is not known yet where the run is. ``keep``: takes a valid round, and returns
-        whether the round was new. ``in_thread``: calls a function that takes long."""
-        self._ledger = ledger
-        self._network = network
-        self._peers = peers
-        self._newest = newest
-        self._keep = keep
-        self._in_thread = in_thread
-        self._rng = rng
-        self._liars: set[str] = set()
+    """The collector of the rounds that one peer's ledger lacks."""
+
+    _ledger: Ledger
+    _network: Network
+    _peers: Callable[[], Sequence[Progress]]  # those that can be asked
+    _newest: Callable[[], Moment | None]  # the last moment whose rounds are taken; None: the run's is not known yet
+    _keep: Callable[[bytes, RoundContributions], Awaitable[bool]]  # takes a valid round; returns whether it was new
+    _in_thread: InThread
+    _rng: random.Random
+    _liars: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
         """Ask one peer at a time, and less often while nobody answers or has anything new. A peer that has missed the

@@ -106,36 +106,23 @@ class WentBack:
     group: Group
 
 
+@dataclass(eq=False)
 class MeetingClient:
     """The client of one meeting, with which one peer takes part in it."""
 
-    def __init__(
-        self,
-        peer_id: str,
-        stream: MeetStream,
-        ballots: Ballots,
-        rounds: Rounds,
-        make_round: MakeRound,
-        checkpoint: Callable[[Group], Awaitable[StateFile | None]],
-        is_leader: Callable[[], bool],
-        config: TrainingConfig,
-    ) -> None:
-        """Prepare to attend. ``make_round``: takes a group, this peer's number in it, the phase and the vector.
-        ``checkpoint``: returns the state that a group goes back to, or None for this peer's own; raises if this peer
-        disagrees. ``is_leader``: whether the leader should still lead; until a group forms, a better one may come."""
-        self._peer_id = peer_id
-        self._stream = stream
-        self._ballots = ballots
-        self._rounds = rounds
-        self._make_round = make_round
-        self._checkpoint = checkpoint
-        self._is_leader = is_leader
-        self._heartbeat_s, self._silence_s, self._poll_s = config.heartbeat_s, config.silence_s, config.poll_s
-        self._max_samples = config.max_samples
-        self._replies: asyncio.Queue[pb.MeetReply] = asyncio.Queue()
-        self._round: AveragingRound | None = None
-        self._dropped: set[int] = set()
-        self._has_group = False
+    _peer_id: str
+    _stream: MeetStream
+    _ballots: Ballots
+    _rounds: Rounds
+    _make_round: MakeRound  # takes a group, this peer's number in it, the phase and the vector
+    # Returns the state that a group goes back to, or None for this peer's own; raises if this peer disagrees.
+    _checkpoint: Callable[[Group], Awaitable[StateFile | None]]
+    _is_leader: Callable[[], bool]  # whether the leader should still lead: until a group forms, a better one may come
+    _config: TrainingConfig
+    _replies: asyncio.Queue[pb.MeetReply] = field(default_factory=asyncio.Queue)
+    _round: AveragingRound | None = None
+    _dropped: set[int] = field(default_factory=set)
+    _has_group: bool = False
 
     async def attend(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
         """Attend the meeting, and return its decision. ``phases`` yields the vectors to average; failure closes it.
@@ -167,7 +154,7 @@ class MeetingClient:
     async def _listen(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self._config.silence_s):
                     reply = await self._stream.receive()
             except TimeoutError:
                 raise PeerUnavailable("the leader is silent") from None
@@ -186,13 +173,13 @@ class MeetingClient:
     async def _keep_alive(self) -> None:
         with suppress(PeerUnavailable):
             while True:
-                await asyncio.sleep(self._heartbeat_s)
+                await asyncio.sleep(self._config.heartbeat_s)
                 await self._stream.send(_ALIVE)
 
     async def _watch_leader(self) -> None:
         """Return once another peer should lead, unless a group has been formed."""
         while self._has_group or self._is_leader():
-            await asyncio.sleep(2 * self._poll_s)
+            await asyncio.sleep(2 * self._config.poll_s)
 
     async def _act(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
         group = self._parse((await self._next("group")).group, Moment(join.rollbacks, join.step))
@@ -274,7 +261,7 @@ class MeetingClient:
         group = Group.parse(message)
         if group.moment != moment or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
             raise RequestRejected("the leader has formed a group that is not the one which was asked for")
-        return group.limited(self._max_samples) if self._max_samples else group
+        return group.limited(self._config.max_samples) if self._config.max_samples else group
 
 
 def _replay(rounds: Sequence[AveragingRound], gradient: Tensor | None) -> Phases:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -24,37 +25,26 @@ _ALIVE = pb.MeetReply(alive=pb.Alive())
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Leading:
     """The meetings that one peer leads: one gathers members while earlier ones may still average."""
 
-    def __init__(
-        self,
-        run: str,
-        peer_id: str,
-        context: Callable[[], LeaderContext],
-        note: Callable[[pb.SignedProgress], Progress],
-        referral: Callable[[pb.Join], pb.Dismissal | None],
-        config: TrainingConfig,
-        crediting: Crediting,
-    ) -> None:
-        """Prepare to lead. ``note``: stores a record and returns its content, or raises ValueError. ``referral``:
-        returns the answer to a peer that should ask another leader, or None if this peer leads it."""
-        self._run = run
-        self._peer_id = peer_id
-        self._context = context
-        self._note = note
-        self._referral = referral
-        self._heartbeat_s, self._silence_s, self._poll_s = config.heartbeat_s, config.silence_s, config.poll_s
-        self._crediting = crediting
-        self._numbers = count()
-        self._gathering: Leader | None = None
-        self._ticked_s: WeakKeyDictionary[Leader, float] = WeakKeyDictionary()
-        self._outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = {}
+    _run: str
+    _peer_id: str
+    _context: Callable[[], LeaderContext]
+    _note: Callable[[pb.SignedProgress], Progress]  # stores a record and returns its content, or raises ValueError
+    _referral: Callable[[pb.Join], pb.Dismissal | None]  # the answer to a peer that should ask another leader
+    _config: TrainingConfig
+    _crediting: Crediting
+    _numbers: Iterator[int] = field(default_factory=count)
+    _gathering: Leader | None = None
+    _ticked_s: WeakKeyDictionary[Leader, float] = field(default_factory=WeakKeyDictionary)
+    _outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = field(default_factory=dict)
 
     async def serve(self, peer_id: str, stream: MemberStream) -> None:
         """Serve one member, from its joining to the end of the meeting. Raise RequestRejected if the caller does not
         join, joins as another peer, or contradicts its record; or it sends bytes that are no message."""
-        async with asyncio.timeout(self._silence_s):
+        async with asyncio.timeout(self._config.silence_s):
             first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "join":
             raise RequestRejected("a stream to a leader must begin with `join`")
@@ -98,7 +88,7 @@ class Leading:
         with suppress(PeerUnavailable):
             while True:
                 try:
-                    async with asyncio.timeout(self._heartbeat_s):
+                    async with asyncio.timeout(self._config.heartbeat_s):
                         reply = await outbox.get()
                 except TimeoutError:
                     reply = _ALIVE
@@ -112,7 +102,7 @@ class Leading:
     async def _read(self, leader: Leader, peer_id: str, stream: MemberStream) -> None:
         with suppress(PeerUnavailable, TimeoutError):
             while True:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self._config.silence_s):
                     request = await stream.receive()
                 if request is None:
                     return
@@ -122,10 +112,10 @@ class Leading:
     async def _tick(self, leader: Leader) -> None:
         """Tick the leader at intervals. Each member has such a task, so that ticking ends with the last member."""
         while True:
-            if _now() >= self._ticked_s.get(leader, 0.0) + self._poll_s:  # one task ticks for all
+            if _now() >= self._ticked_s.get(leader, 0.0) + self._config.poll_s:  # one task ticks for all
                 self._ticked_s[leader] = _now()
                 self._deliver(leader, leader.tick(self._context(), _now()))
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._config.poll_s)
 
     def _deliver(self, leader: Leader, replies: Replies) -> None:
         for peer_id, reply in replies:

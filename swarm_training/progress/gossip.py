@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from swarm_protocol.errors import SwarmError
@@ -30,35 +31,25 @@ _TIMEOUT_S = 3.0
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Gossip:
     """One peer's exchange of progress records with the others. ``num_calls``: the number of exchanges that this peer
     has begun."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        table: ProgressTable,
-        network: Network,
-        board: DhtPeerRegistry,
-        renew: Callable[[], pb.SignedProgress],
-        orders: Moderation,
-        rng: random.Random,
-    ) -> None:
-        """Prepare the exchange. ``renew`` returns this peer's present record in a new version."""
-        self._config = config
-        self._table = table
-        self._network = network
-        self._board = board
-        self._renew = renew
-        self._orders = orders
-        self._rng = rng
-        self._news = asyncio.Event()
-        self._urgent = asyncio.Event()
-        self._outdated = asyncio.Event()  # the record on the board
-        self._since: dict[str, int] = {}  # by peer, ``until`` of its last reply
-        self._calling: dict[str, asyncio.Task[None]] = {}
-        self._failing_since_s: dict[str, float] = {}  # by peer, since when it has answered no call
-        self.num_calls = 0
+    _config: TrainingConfig
+    _table: ProgressTable
+    _network: Network
+    _board: DhtPeerRegistry
+    _renew: Callable[[], pb.SignedProgress]  # returns this peer's present record in a new version
+    _orders: Moderation
+    _rng: random.Random
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    _outdated: asyncio.Event = field(default_factory=asyncio.Event)  # the record on the board
+    _since: dict[str, int] = field(default_factory=dict)  # by peer, ``until`` of its last reply
+    _calling: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _failing_since_s: dict[str, float] = field(default_factory=dict)  # by peer, since when it has answered no call
+    num_calls: int = 0
 
     def tell(self, *, urgent: bool = False) -> None:
         """Announce that there is something new; what is ``urgent`` is sent at once."""

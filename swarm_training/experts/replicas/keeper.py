@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected
 from swarm_protocol.wire.codec import parts_of
@@ -33,6 +33,7 @@ class _Kept:
     at: float
 
 
+@dataclass(eq=False)
 class Keeper:
     """The keeper of one server; used on one event loop only.
 
@@ -41,14 +42,11 @@ class Keeper:
     renewed for an hour makes room for others.
     """
 
-    def __init__(
-        self, config: ExpertServerConfig, board: DhtExpertRegistry, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._config = config
-        self._board = board
-        self._clock = clock
-        self._kept: dict[Cell, _Kept] = {}
-        self._arriving: dict[str, int] = {}  # bytes, by sender
+    _config: ExpertServerConfig
+    _board: DhtExpertRegistry
+    _clock: Callable[[], float] = time.monotonic
+    _kept: dict[Cell, _Kept] = field(default_factory=dict)
+    _arriving: dict[str, int] = field(default_factory=dict)  # bytes, by sender
 
     @property
     def replicas(self) -> list[Replica]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -44,26 +44,17 @@ class FoundReplica:
     keeper: ExpertHolder | None
 
 
+@dataclass(eq=False)
 class Replication:
     """The replication of one server's experts; used on one event loop only."""
 
-    def __init__(
-        self,
-        config: ExpertServerConfig,
-        own: ExpertHolder,
-        board: DhtExpertRegistry,
-        calls: ReplicaCalls,
-        keeper: Keeper,
-        in_thread: InThread,
-    ) -> None:
-        """Create the replication; ``in_thread`` runs a function while no expert computes."""
-        self._config = config
-        self._own = own
-        self._board = board
-        self._calls = calls
-        self._keeper = keeper
-        self._in_thread = in_thread
-        self._sent: dict[Cell, dict[ExpertHolder, _Sent]] = {}
+    _config: ExpertServerConfig
+    _own: ExpertHolder
+    _board: DhtExpertRegistry
+    _calls: ReplicaCalls
+    _keeper: Keeper
+    _in_thread: InThread  # runs a function while no expert computes
+    _sent: dict[Cell, dict[ExpertHolder, _Sent]] = field(default_factory=dict)
 
     async def send(self, experts: Mapping[Cell, Expert]) -> None:
         """Send experts that have changed to as many keepers as are configured. Raise PeerUnavailable if the DHT does

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from swarm_training.experts.core.cells import Cell, expert_name
 from swarm_training.experts.core.config import ExpertServerConfig
@@ -18,6 +19,7 @@ from swarm_training.experts.server.announcing import Announcer
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Adopter:
     """The adopter of one server; used on one event loop only.
 
@@ -28,23 +30,14 @@ class Adopter:
         adopted: the cells that this server has adopted.
     """
 
-    def __init__(
-        self,
-        config: ExpertServerConfig,
-        peer_id: str,
-        board: DhtExpertRegistry,
-        announcer: Announcer,
-        keeper: Keeper,
-        replication: Replication,
-    ) -> None:
-        self._config = config
-        self._peer_id = peer_id
-        self._board = board
-        self._announcer = announcer
-        self._keeper = keeper
-        self._replication = replication
-        self._orphans = Orphans()
-        self.adopted: set[Cell] = set()
+    _config: ExpertServerConfig
+    _peer_id: str
+    _board: DhtExpertRegistry
+    _announcer: Announcer
+    _keeper: Keeper
+    _replication: Replication
+    _orphans: Orphans = field(default_factory=Orphans)
+    adopted: set[Cell] = field(default_factory=set)
 
     async def given_up(self) -> set[Cell]:
         """Remove and return the adopted cells that another server has as well, and keeps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,26 +36,20 @@ _NAMES = {form: name for name, form in FORMS.items()}
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class AuditService:
-    def __init__(
-        self,
-        run: str,
-        host: HostedStage,
-        identity: Identity,
-        answers: AnswerLog,
-        limits: StageLimits | None = None,
-        access: AccessControl | None = None,
-        precision: str = "fp32",
-    ) -> None:
-        """Set up the service. ``identity``: signs answers. ``answers``: those that the peer has given. ``precision``:
-        that in which the peer computes. The other arguments are those of ``StagesService``."""
-        self._run = run
-        self._host = host
-        self._identity = identity
-        self._answers = answers
-        self._precision = precision
-        self._limits = limits or StageLimits()
-        self._access = access
+    """The service for audits of one peer, which has given ``_answers`` and computes in ``_precision``. The other
+    arguments are those of ``StagesService``."""
+
+    _run: str
+    _host: HostedStage
+    _identity: Identity
+    _answers: AnswerLog
+    _limits: StageLimits = field(default_factory=StageLimits)
+    _access: AccessControl | None = None
+    _precision: str = "fp32"
+
+    def __post_init__(self) -> None:
         self._room = RequestRoom(self._limits)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import InitVar, dataclass
 
 from swarm_protocol.errors import SwarmError
 from swarm_training.checkpoints.state_file import StateFile
@@ -25,27 +26,21 @@ MOST_BYTES = 64 << 30
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Replicas:
     """The replicas of the stage before, kept here, and those of the own stage, kept by peers of the next stage."""
 
-    def __init__(
-        self,
-        index: int,
-        num_stages: int,
-        peer: TrainingPeer,
-        watch: RunWatch,
-        network: Network,
-        in_thread: InThread,
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        """Start without replicas. ``most_bytes``: the largest checkpoint of another stage."""
+    index: InitVar[int]
+    num_stages: InitVar[int]
+    _peer: TrainingPeer
+    _watch: RunWatch
+    _network: Network
+    _in_thread: InThread
+    _most_bytes: int = MOST_BYTES  # of a checkpoint of another stage
+
+    def __post_init__(self, index: int, num_stages: int) -> None:
         self._before, self._after = (index - 1) % num_stages, (index + 1) % num_stages
         self._is_alone = num_stages == 1
-        self._peer = peer
-        self._watch = watch
-        self._network = network
-        self._in_thread = in_thread
-        self._most_bytes = most_bytes
 
     async def run(self) -> None:
         """Keep the newest checkpoint of the stage before, if this peer is to keep one, until cancelled."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,6 +42,7 @@ def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collect
     return spans
 
 
+@dataclass(eq=False)
 class SharedGradients:
     """A peer's exchange of shared parameters' gradients with another stage.
 
@@ -49,22 +51,12 @@ class SharedGradients:
         spans: where they are in the average.
     """
 
-    def __init__(
-        self,
-        other: int,
-        spans: Spans,
-        peer: TrainingPeer,
-        watch: RunWatch,
-        network: Network,
-        in_thread: InThread,
-    ) -> None:
-        assert spans
-        self._in_thread = in_thread
-        self.other = other
-        self.spans = spans
-        self._peer = peer
-        self._watch = watch
-        self._network = network
+    other: int
+    spans: Spans
+    _peer: TrainingPeer
+    _watch: RunWatch
+    _network: Network
+    _in_thread: InThread
 
     async def offer(self, averaged: Averaged) -> bytes:
         """Offer this stage's part, and return the digest by which other peers can ask for it."""
