@@ -20,15 +20,10 @@ def needs_grid(shares: Iterable[float]) -> bool:
 
 @dataclass(frozen=True)
 class Grid:
-    """A group's rows and columns.
+    """A group's rows and columns."""
 
-    Attributes:
-        rows: the members of each row, in the order of the group.
-        row_of: the row of each member.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    row_of: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]  # the members of each row, in the order of the group
+    row_of: tuple[int, ...]  # the row of each member
     _adders: tuple[tuple[int, ...], ...]  # by row, members with a share, in the order of their columns
     _column_of: tuple[int, ...]  # by member; -1: it has none
 

@@ -30,31 +30,21 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class Group:
-    """The peers that average together, and how they do it.
-
-    Attributes:
-        members: the members, in the order in which gradients are added up.
-        continues: the id of an earlier group whose result is taken over; empty if there is none.
-        layout: the shares by which vectors are cut.
-        roster: ids of the peers that decide about the next step, sorted.
-        grid: whether the first attempt at each phase is on a grid.
-        go_back: the checkpoint that the group goes back to instead of averaging.
-        num_micro_batches: the number of micro-batches in the batch if it is counted exactly, else 0.
-        evaluations: signed records, whose losses on held-out data all peers know from this step on.
-    """
+    """The peers that average together, and how they do it."""
 
     id: str
     step: int
     ballot: int
-    members: tuple[GroupMember, ...]
+    members: tuple[GroupMember, ...]  # the members, in the order in which gradients are added up
     deadline_s: float
-    continues: str = ""
-    layout: tuple[float, ...] = ()
-    roster: tuple[str, ...] = ()
-    grid: bool = False
+    continues: str = ""  # the id of an earlier group whose result is taken over; empty if there is none
+    layout: tuple[float, ...] = ()  # the shares by which vectors are cut
+    roster: tuple[str, ...] = ()  # ids of the peers that decide about the next step, sorted
+    grid: bool = False  # whether the first attempt at each phase is on a grid
     rollbacks: int = 0
-    go_back: pb.Rollback | None = None
-    num_micro_batches: int = 0
+    go_back: pb.Rollback | None = None  # the checkpoint that the group goes back to instead of averaging
+    num_micro_batches: int = 0  # the number of micro-batches in the batch if it is counted exactly, else 0
+    # Signed records, whose losses on held-out data all peers know from this step on.
     evaluations: tuple[pb.SignedProgress, ...] = ()
 
     @classmethod

@@ -8,16 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """A plan for missing chunks.
+    """A plan for missing chunks."""
 
-    Attributes:
-        fetch, redo: by chunk, the member to get it from, and the member that adds it up again.
-        lost: whether some member lacks a chunk that no member can add up.
-    """
-
+    # ``fetch``, ``redo``: by chunk, the member to get it from, and the member that adds it up again.
     fetch: Mapping[int, int] = field(default_factory=dict)
     redo: Mapping[int, int] = field(default_factory=dict)
-    lost: bool = False
+    lost: bool = False  # whether some member lacks a chunk that no member can add up
 
 
 def repair(

@@ -16,16 +16,11 @@ _MOST_WEIGHT = 2.0  # times the median: 3 of 10 members weigh less than the othe
 
 
 class _AwaitedParts:
-    """The parts of a chunk that its owner waits for.
-
-    Attributes:
-        missing: the members whose parts are still expected.
-        counted: the members whose parts are in the sum.
-    """
+    """The parts of a chunk that its owner waits for."""
 
     def __init__(self, members: Collection[int]) -> None:
-        self.missing = set(members)
-        self.counted: set[int] = set()
+        self.missing = set(members)  # the members whose parts are still expected
+        self.counted: set[int] = set()  # the members whose parts are in the sum
 
     @property
     def is_done(self) -> bool:
@@ -48,9 +43,6 @@ class ChunkSum(_AwaitedParts):
     """The weighted mean of the members' parts, added in the order of the members: sums of floats depend on the order.
 
     A member may leave many sums at once, so parts that waited behind one are added when the mean is read.
-
-    Attributes:
-        weight: the total weight of the added parts; it is final once ``mean`` has been read.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
@@ -61,7 +53,7 @@ class ChunkSum(_AwaitedParts):
         self._early: dict[int, tuple[Tensor, float]] = {}
         self._total: Tensor | None = None
         self._mean: Tensor | None = None
-        self.weight = 0.0
+        self.weight = 0.0  # the total weight of the added parts; it is final once ``mean`` has been read
 
     @property
     def mean(self) -> Tensor | None:
@@ -93,9 +85,6 @@ class ExactSum(_AwaitedParts):
     """The sum of the members' gradient sums, in the members' order, divided by the number of micro-batches.
 
     Every part is needed: without one of them, micro-batches are missing, and there is no mean.
-
-    Attributes:
-        mean: the mean, [n] in the parts' type, once all parts have arrived.
     """
 
     def __init__(self, members: Collection[int], num_micro_batches: int) -> None:
@@ -105,7 +94,7 @@ class ExactSum(_AwaitedParts):
         self._num_micro_batches = num_micro_batches
         self._early: dict[int, Tensor] = {}
         self._total: Tensor | None = None
-        self.mean: Tensor | None = None
+        self.mean: Tensor | None = None  # the mean, [n] in the parts' type, once all parts have arrived
 
     def put(self, member: int, part: Tensor) -> None:
         """Take a member's part, unless it is not or no longer expected."""

@@ -19,15 +19,10 @@ _TENSOR, _TUPLE, _DICT = "tensor", "tuple", "dict"
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state in two parts, tensors and JSON.
+    """A state in two parts, tensors and JSON."""
 
-    Attributes:
-        tensors: the tensors by their paths in the state, such as ``state/0/exp_avg``.
-        structure: JSON, in which ``{"tensor": path}`` stands for a tensor.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    structure: Any
+    tensors: Mapping[str, torch.Tensor]  # the tensors by their paths in the state, such as ``state/0/exp_avg``
+    structure: Any  # JSON, in which ``{"tensor": path}`` stands for a tensor
 
 
 def flatten(state: Any) -> FlatState:

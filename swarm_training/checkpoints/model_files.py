@@ -24,16 +24,11 @@ _Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class ServableModel:
-    """The model of a run as transformers knows it: a checkpoint then has its files.
+    """The model of a run as transformers knows it: a checkpoint then has its files."""
 
-    Attributes:
-        model: the model whose class, config and generation config are written.
-        tokenizer: the tokenizer whose files are written too; None: there is none.
-        averaged: the moving average of the weights, under the names of ``model.state_dict()``; None: there is none.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None = None
+    model: PreTrainedModel  # the model whose class, config and generation config are written
+    tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer whose files are written too; None: there is none
+    # The moving average of the weights, under the names of ``model.state_dict()``; None: there is none.
     averaged: Mapping[str, torch.Tensor] | None = None
 
 

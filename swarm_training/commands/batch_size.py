@@ -24,16 +24,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class BatchSizeLimits:
-    """The limits of the search.
-
-    Attributes:
-        seconds: the time that a batch may take: progress is reported between batches.
-        memory_bytes: the memory for a batch; None: running out of memory ends the search.
-    """
+    """The limits of the search."""
 
     max_size: int
-    seconds: float = 10.0
-    memory_bytes: int | None = None
+    seconds: float = 10.0  # the time that a batch may take: progress is reported between batches
+    memory_bytes: int | None = None  # the memory for a batch; None: running out of memory ends the search
 
 
 def next_size(trials: list[Trial], limits: BatchSizeLimits) -> int | None:

@@ -61,24 +61,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The model that is trained here, with its run file, optimizers and batches.
-
-    Attributes:
-        optimizer: the optimizer of global steps, whose state all peers share.
-        local: the steps between them; None: there are none.
-        tokenizer: the model's tokenizer, whose files are in checkpoints; None: they are not.
-        evaluation: the evaluation on held-out data; None: there is none.
-        reports: where the numbers of each step go; None: nowhere.
-    """
+    """The model that is trained here, with its run file, optimizers and batches."""
 
     file: RunFile
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer  # the optimizer of global steps, whose state all peers share
     batches: BlockBatches | StreamBatches
-    local: LocalSteps | None = None
+    local: LocalSteps | None = None  # the steps between them; None: there are none
+    # The model's tokenizer, whose files are in checkpoints; None: they are not.
     tokenizer: PreTrainedTokenizerBase | None = None
-    evaluation: Evaluation | None = None
-    reports: StepReports | None = None
+    evaluation: Evaluation | None = None  # the evaluation on held-out data; None: there is none
+    reports: StepReports | None = None  # where the numbers of each step go; None: nowhere
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

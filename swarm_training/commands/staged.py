@@ -21,23 +21,19 @@ _ROLES = f"--as {STAGE} to hold and compute a stage of the model, or --as {TRAIN
 
 @dataclass(frozen=True)
 class StagesBackend:
-    """The functions of the package that trains in stages.
+    """The functions of the package that trains in stages."""
 
-    Attributes:
-        hold: holds a stage until Ctrl-C: the stage of these blocks (START:END), else the one where it helps most; on
-            this device; in this much memory (such as 4GiB), else in as much as is useful; with these reports
-            of each step.
-        train: takes data through the stages, with these reports of each step.
-        export: writes what was trained into a directory, or its moving average (``averaged``), or of the step with the
-            lowest loss on held-out data (``best``).
-        look: a context with a function that returns the present view of the run at each call.
-        stage_runs: returns, for each stage, how to reach the run of its own in which its peers average.
-    """
-
+    # Holds a stage until Ctrl-C: the stage of these blocks (START:END), else the one where it helps most; on this
+    # device; in this much memory (such as 4GiB), else in as much as is useful; with these reports of each step.
     hold: Callable[[RunFile, Joining, str | None, str, str | None, Sequence[OpenReporter]], Command]
+    # Takes data through the stages, with these reports of each step.
     train: Callable[[RunFile, Joining, Sequence[OpenReporter]], Command]
+    # Writes what was trained into a directory, or its moving average (``averaged``), or of the step with the lowest
+    # loss on held-out data (``best``).
     export: Callable[[RunFile, Joining, Path, bool, bool], Command]
+    # A context with a function that returns the present view of the run at each call.
     look: Callable[[RunFile, Joining], AbstractContextManager[Callable[[], RunView]]]
+    # Returns, for each stage, how to reach the run of its own in which its peers average.
     stage_runs: Callable[[RunFile, Joining], Sequence[Joining]]
 
 

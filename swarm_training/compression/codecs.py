@@ -21,15 +21,12 @@ class Codec:
 
     Values that are not finite stay not finite; in ``int8``, ``int4`` and ``2bit``, so does their whole block of 64
     elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
-
-    Attributes:
-        dtype: the type of the vectors.
     """
 
     def __init__(self, name: str, block_bytes: int, block: int = _BLOCK, dtype: torch.dtype = torch.float32) -> None:
         """Set the size of a block of ``block`` elements."""
         self.name = name
-        self.dtype = dtype
+        self.dtype = dtype  # the type of the vectors
         self._block, self._block_bytes = block, block_bytes
 
     def encode(self, vector: Tensor) -> bytes:

@@ -14,25 +14,18 @@ _LONGEST_S = 86400.0
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """A run's settings for averaging.
-
-    Attributes:
-        aggregation: the way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
-        max_samples: the most samples of one peer that count in a step, whatever the peer claims; 0: all of them.
-        error_feedback: whether the codec's loss is added to the next gradient.
-        power_sgd_rank: the rank of the two factors that replace a matrix; 0 sends matrices as they are.
-        straggler_s: the time, in seconds, for which peers wait for a slow one before they average without it; 0: 5
-            seconds, or 600 with local steps. A round that usually takes longer has twice that time.
-        delay: whether the next batch is computed while gradients travel, see ``TrainingConfig``.
-    """
+    """A run's settings for averaging."""
 
     codec: str = "fp32"
-    error_feedback: bool = False
-    power_sgd_rank: int = 0
+    error_feedback: bool = False  # whether the codec's loss is added to the next gradient
+    power_sgd_rank: int = 0  # the rank of the two factors that replace a matrix; 0 sends matrices as they are
+    # The way to combine gradients; a minority of cheaters moves ``centered_clip`` only a little.
     aggregation: str = "mean"
-    max_samples: int = 0
+    max_samples: int = 0  # the most samples of one peer that count in a step, whatever the peer claims; 0: all of them
+    # The time, in seconds, for which peers wait for a slow one before they average without it; 0: 5 seconds, or 600
+    # with local steps. A round that usually takes longer has twice that time.
     straggler_s: float = 0.0
-    delay: bool = False
+    delay: bool = False  # whether the next batch is computed while gradients travel, see ``TrainingConfig``
 
     def __post_init__(self) -> None:
         require_one_of(self, "codec", CODECS)

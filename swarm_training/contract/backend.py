@@ -36,34 +36,25 @@ class PeerAddress:
 
 @dataclass(frozen=True)
 class Joining:
-    """The identity, peers and settings with which a peer joins a run.
-
-    Attributes:
-        initial_peers: multiaddrs of members; empty: this peer founds the run.
-        organiser: the key whose members alone take part; None: anybody may.
-        token: this peer's grant; empty without an organiser.
-        config: the settings of this peer; ``checkpoint_directory`` is chosen when the run is opened.
-        power_sgd_rank, error_feedback: see ``AveragingSettings``.
-        resumed_at: the moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
-        local: the steps that this peer takes between two global steps; None: there are none.
-        evaluation: the evaluation on held-out data; None: there is none.
-        client_mode: whether nobody can call this peer, so that it calls others.
-    """
+    """The identity, peers and settings with which a peer joins a run."""
 
     run: str
     target_batch_size: int
-    initial_peers: tuple[str, ...]
+    initial_peers: tuple[str, ...]  # multiaddrs of members; empty: this peer founds the run
     identity: Identity = field(repr=False)
-    organiser: SwarmKey | None = None
-    token: bytes = field(default=b"", repr=False)
+    organiser: SwarmKey | None = None  # the key whose members alone take part; None: anybody may
+    token: bytes = field(default=b"", repr=False)  # this peer's grant; empty without an organiser
+    # The settings of this peer; ``checkpoint_directory`` is chosen when the run is opened.
     config: TrainingConfig = field(default_factory=TrainingConfig)
+    # ``power_sgd_rank``, ``error_feedback``: see ``AveragingSettings``.
     power_sgd_rank: int = 0
     error_feedback: bool = False
+    # The moment of the checkpoint that model and optimizer have been loaded from; None: they are new.
     resumed_at: Moment | None = None
-    local: LocalSteps | None = None
-    evaluation: Evaluation | None = None
+    local: LocalSteps | None = None  # the steps that this peer takes between two global steps; None: there are none
+    evaluation: Evaluation | None = None  # the evaluation on held-out data; None: there is none
     address: PeerAddress = PeerAddress()
-    client_mode: bool = False
+    client_mode: bool = False  # whether nobody can call this peer, so that it calls others
 
     def membership(self) -> RunMembership:
         """Return the identity and the peers with which the process enters the network."""

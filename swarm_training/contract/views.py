@@ -7,16 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PeerView:
-    """The view of a peer.
-
-    Attributes:
-        name: the user's name, from the peer's token; empty: the peer has none.
-        samples: the peer's samples in the batch that is being gathered.
-    """
+    """The view of a peer."""
 
     peer_id: str
-    name: str
-    samples: int
+    name: str  # the user's name, from the peer's token; empty: the peer has none
+    samples: int  # the peer's samples in the batch that is being gathered
     samples_per_s: float
 
 
@@ -48,37 +43,26 @@ class UserView:
 
 @dataclass(frozen=True)
 class StagePeerView:
-    """The view of a peer of a stage.
-
-    Attributes:
-        micro_batches: the micro-batches of the present batch that the peer has added up.
-        holds: True if the peer holds the average of its stage, and waits for other stages.
-        next_stage: the stage to which the peer has said that it will move.
-    """
+    """The view of a peer of a stage."""
 
     peer_id: str
     step: int
     rollbacks: int
-    micro_batches: int
-    holds: bool
+    micro_batches: int  # the micro-batches of the present batch that the peer has added up
+    holds: bool  # True if the peer holds the average of its stage, and waits for other stages
     micro_batches_per_s: float
-    next_stage: int | None = None
+    next_stage: int | None = None  # the stage to which the peer has said that it will move
 
 
 @dataclass(frozen=True)
 class StageView:
-    """The view of one stage of a run; for the rest, see its ``peers``.
-
-    Attributes:
-        micro_batches: the micro-batches of the present batch that its peers have added up together.
-        holds: True if the average of the stage is decided.
-    """
+    """The view of one stage of a run; for the rest, see its ``peers``."""
 
     stage: int
     step: int
     rollbacks: int
-    micro_batches: int
-    holds: bool
+    micro_batches: int  # the micro-batches of the present batch that its peers have added up together
+    holds: bool  # True if the average of the stage is decided
     micro_batches_per_s: float
     peers: tuple[StagePeerView, ...] = ()
 
@@ -93,48 +77,33 @@ class EventView:
 
 @dataclass(frozen=True)
 class RunView:
-    """The view of a run at one moment.
-
-    Attributes:
-        step: the number of global steps taken.
-        loss: the loss of the last step, over the samples for which peers have reported one; infinity: it is not
-            finite; None: no peer has reported it.
-        samples: the samples gathered for the present batch, which needs ``target_batch_size``.
-        next_step_s: the time until the batch is expected to be complete; None: nobody computes.
-        bytes_sent, bytes_received: the bytes of all peers for the last step.
-        rollbacks: how often the run has gone back to a checkpoint.
-        users: the users with the most samples, by the signed rounds received so far.
-        stages: the stages of a run in stages, whose samples are micro-batches; empty for other runs.
-        held_out: the newest loss on held-out data; None: none is known.
-        best_held_out: the lowest one, whose checkpoint stays.
-        has_ended: True if ``step`` is the last one, since the loss on held-out data has stopped falling.
-        learning_rate: the rate of the last step; None: it is not known.
-        checkpoint: the newest step of which peers keep a checkpoint; None: there is none yet.
-        computing: the estimated share of time in which peers compute, from 0 to 1, see ``RunObserver``; None: it is
-            not known yet.
-        events: the last events, the oldest first.
-    """
+    """The view of a run at one moment."""
 
     run: str
-    step: int
+    step: int  # the number of global steps taken
+    # The loss of the last step, over the samples for which peers have reported one; infinity: it is not finite; None:
+    # no peer has reported it.
     loss: float | None
-    samples: int
+    samples: int  # the samples gathered for the present batch, which needs ``target_batch_size``
     target_batch_size: int
-    next_step_s: float | None
+    next_step_s: float | None  # the time until the batch is expected to be complete; None: nobody computes
+    # ``bytes_sent``, ``bytes_received``: the bytes of all peers for the last step.
     bytes_sent: int
     bytes_received: int
     peers: tuple[PeerView, ...] = ()
     bans: tuple[BanView, ...] = ()
-    rollbacks: int = 0
-    users: tuple[UserView, ...] = ()
+    rollbacks: int = 0  # how often the run has gone back to a checkpoint
+    users: tuple[UserView, ...] = ()  # the users with the most samples, by the signed rounds received so far
+    # The stages of a run in stages, whose samples are micro-batches; empty for other runs.
     stages: tuple[StageView, ...] = ()
-    held_out: HeldOutView | None = None
-    best_held_out: HeldOutView | None = None
-    has_ended: bool = False
-    learning_rate: float | None = None
-    checkpoint: int | None = None
+    held_out: HeldOutView | None = None  # the newest loss on held-out data; None: none is known
+    best_held_out: HeldOutView | None = None  # the lowest one, whose checkpoint stays
+    has_ended: bool = False  # True if ``step`` is the last one, since the loss on held-out data has stopped falling
+    learning_rate: float | None = None  # the rate of the last step; None: it is not known
+    checkpoint: int | None = None  # the newest step of which peers keep a checkpoint; None: there is none yet
+    # The estimated share of time in which peers compute, from 0 to 1, see ``RunObserver``; None: it is not known yet.
     computing: float | None = None
-    events: tuple[EventView, ...] = ()
+    events: tuple[EventView, ...] = ()  # the last events, the oldest first
 
     @property
     def samples_per_s(self) -> float:

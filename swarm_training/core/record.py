@@ -23,18 +23,13 @@ _MAX_PARTS, _MAX_PART = 64, 2.0**1000  # numbers of a sum of squares, and the la
 
 @dataclass(frozen=True)
 class Lineage:
-    """The place of a checkpoint in the history of a run in stages.
+    """The place of a checkpoint in the history of a run in stages."""
 
-    Attributes:
-        born: the number of rollbacks before the run reached this state. Checkpoints of one step at different stages
-            belong together if this number is equal.
-        rollbacks: the number of rollbacks when the run was at this state last.
-        skipped_batches: the batches that it had skipped then.
-    """
-
+    # The number of rollbacks before the run reached this state. Checkpoints of one step at different stages belong
+    # together if this number is equal.
     born: int = 0
-    rollbacks: int = 0
-    skipped_batches: int = 0
+    rollbacks: int = 0  # the number of rollbacks when the run was at this state last
+    skipped_batches: int = 0  # the batches that it had skipped then
 
 
 NEW_STATE = Lineage()
@@ -67,16 +62,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """The loss on held-out data with the parameters of one moment.
-
-    Attributes:
-        loss: the mean over the samples; infinity: it is not finite.
-        samples: the number of samples; 0: the peer could not compute the loss.
-    """
+    """The loss on held-out data with the parameters of one moment."""
 
     moment: Moment
-    loss: float
-    samples: int
+    loss: float  # the mean over the samples; infinity: it is not finite
+    samples: int  # the number of samples; 0: the peer could not compute the loss
 
     @property
     def step(self) -> int:

@@ -9,22 +9,15 @@ from swarm_training.core.checks import require
 
 @dataclass(frozen=True)
 class DataSettings:
-    """The data settings of a run. The constructor raises ValueError if a field is out of its range.
+    """The data settings of a run. The constructor raises ValueError if a field is out of its range."""
 
-    Attributes:
-        source: a file or directory of .txt and .jsonl, a directory of ``datasets``, or a data set on the hub.
-        streaming: whether data are read while training; otherwise all data are tokenised first.
-        config: the configuration of a data set on the hub that has several.
-        buffer_size: the size of the shuffling buffer when streaming, in blocks.
-    """
-
-    source: str
+    source: str  # a file or directory of .txt and .jsonl, a directory of ``datasets``, or a data set on the hub
     block_length: int
-    streaming: bool = False
+    streaming: bool = False  # whether data are read while training; otherwise all data are tokenised first
     column: str = "text"
     split: str = "train"
-    config: str = ""
-    buffer_size: int = 1000
+    config: str = ""  # the configuration of a data set on the hub that has several
+    buffer_size: int = 1000  # the size of the shuffling buffer when streaming, in blocks
 
     def __post_init__(self) -> None:
         if not self.source:

@@ -18,20 +18,14 @@ _CHANGED = "the data are not those of the saved state: expected the same files, 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """The settings by which texts become batches.
-
-    Attributes:
-        end: the token that follows each text; None: no token.
-        buffer_size: the number of blocks that are read, and then returned in another order, at a time.
-        seed: the seed of these orders.
-    """
+    """The settings by which texts become batches."""
 
     tokenize: Tokenize
-    end: int | None
+    end: int | None  # the token that follows each text; None: no token
     block_length: int
-    buffer_size: int
+    buffer_size: int  # the number of blocks that are read, and then returned in another order, at a time
     batch_size: int
-    seed: str
+    seed: str  # the seed of these orders
 
 
 @dataclass

@@ -50,17 +50,12 @@ class PendingEvaluation:
 
 
 class Evaluator:
-    """The evaluations of one peer's run.
-
-    Attributes:
-        history: the losses that groups have agreed on.
-        reason_to_end: why the run has ended; empty while it goes on.
-    """
+    """The evaluations of one peer's run."""
 
     def __init__(self, policy: EvaluationPolicy, peer: EvaluatedPeer, in_thread: InThread) -> None:
         self.policy = policy
-        self.history = EvaluationHistory()
-        self.reason_to_end = ""
+        self.history = EvaluationHistory()  # the losses that groups have agreed on
+        self.reason_to_end = ""  # why the run has ended; empty while it goes on
         self._peer = peer
         self._in_thread = in_thread
         self._pending: PendingEvaluation | None = None

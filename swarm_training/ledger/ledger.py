@@ -17,22 +17,16 @@ FIRST, LAST = Moment(0, 0), Moment(1 << 32, 0)
 
 @dataclass(frozen=True)
 class LedgerLimits:
-    """The limits of a ledger.
+    """The limits of a ledger."""
 
-    Attributes:
-        max_samples: the samples of one peer in one round.
-        min_peers: the peers of a round, with its leader: a peer alone could countersign what it likes.
-        keep_steps, keep_bytes: the limits of the newest steps, kept for other peers; rounds of older steps are refused.
-        max_rounds: the rounds of one step: each group has one, and another if its leader fails at the end.
-        max_users: the users of a run; further ones are refused.
-    """
-
-    max_samples: int
-    min_peers: int = 2
+    max_samples: int  # the samples of one peer in one round
+    min_peers: int = 2  # the peers of a round, with its leader: a peer alone could countersign what it likes
+    # ``keep_steps``, ``keep_bytes``: the limits of the newest steps, kept for other peers; rounds of older steps are
+    # refused.
     keep_steps: int = 4096
     keep_bytes: int = 64 << 20
-    max_rounds: int = 128
-    max_users: int = 10_000
+    max_rounds: int = 128  # the rounds of one step: each group has one, and another if its leader fails at the end
+    max_users: int = 10_000  # the users of a run; further ones are refused
 
     @classmethod
     def of(cls, target_batch_size: int, max_samples: int = 0) -> LedgerLimits:

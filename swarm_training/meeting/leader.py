@@ -37,26 +37,19 @@ Countersign = Callable[[Sequence[pb.Join]], bytes]  # from the joins of the cred
 
 @dataclass(frozen=True)
 class LeaderContext:
-    """A leader's context: its present knowledge of the run, apart from the members' messages.
+    """A leader's context: its present knowledge of the run, apart from the members' messages."""
 
-    Attributes:
-        expected: ids of the peers that the leader waits for, for ``wait_s`` at most.
-        known, roster, gone: ids of peers, see ``swarm_training.progress.policy``.
-        deadline_s: the deadline for stragglers of the averaging.
-        judge: the judge of whether the run must go back.
-        evaluations: the signed records with losses on held-out data that the run has not agreed on yet.
-        is_over: whether the other peers have ended the run, so that no group may be formed any more.
-    """
-
-    expected: Collection[str]
+    expected: Collection[str]  # ids of the peers that the leader waits for, for ``wait_s`` at most
+    # ``known``, ``roster``, ``gone``: ids of peers, see ``swarm_training.progress.policy``.
     known: Collection[str]
     roster: Collection[str]
     gone: Collection[str]
     wait_s: float
-    deadline_s: float
-    judge: RollbackJudge = field(default_factory=RollbackJudge)
+    deadline_s: float  # the deadline for stragglers of the averaging
+    judge: RollbackJudge = field(default_factory=RollbackJudge)  # the judge of whether the run must go back
+    # The signed records with losses on held-out data that the run has not agreed on yet.
     evaluations: Sequence[pb.SignedProgress] = ()
-    is_over: bool = False
+    is_over: bool = False  # whether the other peers have ended the run, so that no group may be formed any more
 
 
 class MeetingState(Enum):

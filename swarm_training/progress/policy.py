@@ -30,22 +30,16 @@ _MIN_VOTES = 2  # to exclude a peer
 
 @dataclass(frozen=True)
 class LocalView:
-    """A peer's knowledge of its run at one time.
+    """A peer's knowledge of its run at one time."""
 
-    Attributes:
-        own: the peer's own record.
-        others: records of the other participants that it has heard from recently, without peers that are joining.
-        silent: records of participants that it has not heard from recently.
-        gone: ids of peers that have left, have not joined yet, stand aside or have been banned for a while, or whose
-            process has evidently ended.
-        max_samples: the most samples of one peer that count, whatever it claims.
-    """
-
-    own: Progress
+    own: Progress  # the peer's own record
+    # Records of the other participants that it has heard from recently, without peers that are joining.
     others: tuple[Progress, ...] = ()
-    silent: tuple[Progress, ...] = ()
+    silent: tuple[Progress, ...] = ()  # records of participants that it has not heard from recently
+    # Ids of peers that have left, have not joined yet, stand aside or have been banned for a while, or whose process
+    # has evidently ended.
     gone: frozenset[str] = frozenset()
-    max_samples: float = inf
+    max_samples: float = inf  # the most samples of one peer that count, whatever it claims
 
     @property
     def all(self) -> tuple[Progress, ...]:

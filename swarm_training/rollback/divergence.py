@@ -15,15 +15,10 @@ from swarm_training.core.config import RollbackPolicy
 
 @dataclass(frozen=True)
 class LossHistory:
-    """The losses since the run began, or last went back.
+    """The losses since the run began, or last went back."""
 
-    Attributes:
-        usual: the last losses that were not too high.
-        num_high: the number of steps in a row, up to now, whose loss was too high.
-    """
-
-    usual: tuple[float, ...] = ()
-    num_high: int = 0
+    usual: tuple[float, ...] = ()  # the last losses that were not too high
+    num_high: int = 0  # the number of steps in a row, up to now, whose loss was too high
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,11 @@ _MAX_CHECKPOINTS = MAX_WINDOW + 1  # that a member may claim
 
 @dataclass(frozen=True)
 class RollbackJudge:
-    """The data by which a peer judges whether to go back.
+    """The data by which a peer judges whether to go back."""
 
-    Attributes:
-        policy: the limits of losses; None: losses do not matter.
-        orders: the moderators' orders for this number of rollbacks, as signed, with the step to go back to.
-    """
-
-    policy: RollbackPolicy | None = None
+    policy: RollbackPolicy | None = None  # the limits of losses; None: losses do not matter
     history: LossHistory = field(default_factory=LossHistory)
+    # The moderators' orders for this number of rollbacks, as signed, with the step to go back to.
     orders: Mapping[bytes, int] = field(default_factory=dict)
 
     def diverged(self, moment: Moment, records: Iterable[Progress]) -> Diverged | None:

@@ -41,9 +41,6 @@ class KeptCheckpoints:
 
     In a directory that stays, a process that is killed at any moment leaves whole files. Processes of one machine may
     share it: what they write is named after its content.
-
-    Attributes:
-        spared: the steps of the last call of ``spare``.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class KeptCheckpoints:
         self._stays = stays
         self._digest_of = digest_of
         self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed
-        self.spared: frozenset[int] = frozenset()
+        self.spared: frozenset[int] = frozenset()  # the steps of the last call of ``spare``
         if every and directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The settings in a run file, as frozen values. Their docstrings are the file's documentation."""
+"""The settings in a run file, as frozen values. Their comments are the documentation of the file."""
 
 from __future__ import annotations
 
@@ -37,25 +37,18 @@ def require_count(name: str, value: int) -> None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The table ``[run]``.
-
-    Attributes:
-        target_batch_size: the samples of all peers together, after which they average and step.
-        checkpoint_every: the steps between checkpoints; peers keep the last ones, to go back to when the run diverges.
-        checkpoints: the directory for checkpoints; empty: this machine writes none.
-        keep: the number of newest checkpoints that stay in the directory.
-        restart_wait_s: the time, in seconds, for which the founder of a run that starts again waits for peers that have
-            a newer checkpoint than it has; 0: it begins at once.
-        hub: a repository on the hub that gets a copy of each checkpoint; empty: none.
-    """
+    """The table ``[run]``."""
 
     name: str
-    target_batch_size: int
+    target_batch_size: int  # the samples of all peers together, after which they average and step
+    # The steps between checkpoints; peers keep the last ones, to go back to when the run diverges.
     checkpoint_every: int = 100
-    checkpoints: str = "checkpoints"
-    keep: int = 3
+    checkpoints: str = "checkpoints"  # the directory for checkpoints; empty: this machine writes none
+    keep: int = 3  # the number of newest checkpoints that stay in the directory
+    # The time, in seconds, for which the founder of a run that starts again waits for peers that have a newer
+    # checkpoint than it has; 0: it begins at once.
     restart_wait_s: float = 30.0
-    hub: str = ""
+    hub: str = ""  # a repository on the hub that gets a copy of each checkpoint; empty: none
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]{1,64}", self.name, re.ASCII):
@@ -71,21 +64,13 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The table ``[model]``.
+    """The table ``[model]``."""
 
-    Attributes:
-        name_or_path: a causal language model on the hub, or a directory.
-        preset: the size of a new Llama, instead of ``name_or_path``.
-        init: ``random`` weights in the model's shape, or the ``pretrained`` weights.
-        tokenizer: a tokenizer on the hub, or a directory; empty: the model's own.
-        seed: the seed of random weights: all peers that found or join a run begin with the same weights.
-    """
-
-    name_or_path: str = ""
-    preset: str = ""
-    init: str = "random"
-    tokenizer: str = ""
-    seed: int = 0
+    name_or_path: str = ""  # a causal language model on the hub, or a directory
+    preset: str = ""  # the size of a new Llama, instead of ``name_or_path``
+    init: str = "random"  # ``random`` weights in the model's shape, or the ``pretrained`` weights
+    tokenizer: str = ""  # a tokenizer on the hub, or a directory; empty: the model's own
+    seed: int = 0  # the seed of random weights: all peers that found or join a run begin with the same weights
 
     def __post_init__(self) -> None:
         if bool(self.name_or_path) == bool(self.preset):
@@ -100,23 +85,18 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The table ``[optimizer]``.
+    """The table ``[optimizer]``."""
 
-    Attributes:
-        name: the name of the optimizer; optimizers of 8 bits keep their states in CPU memory.
-        lr: the highest learning rate, after the warm-up.
-        decay_vectors: whether weight decay applies to biases and the scales of norms too, not to matrices alone.
-        total_steps: the step at which linear and cosine schedules reach 0; 0 for constant schedules, which never do.
-        average_decay: the decay of the moving average of the weights at each global step; 0: there is no such average.
-    """
-
-    name: str
-    lr: float
+    name: str  # the name of the optimizer; optimizers of 8 bits keep their states in CPU memory
+    lr: float  # the highest learning rate, after the warm-up
     weight_decay: float = 0.0
+    # Whether weight decay applies to biases and the scales of norms too, not to matrices alone.
     decay_vectors: bool = True
     schedule: str = "constant"
     warmup_steps: int = 0
+    # The step at which linear and cosine schedules reach 0; 0 for constant schedules, which never do.
     total_steps: int = 0
+    # The decay of the moving average of the weights at each global step; 0: there is no such average.
     average_decay: float = 0.0
 
     def __post_init__(self) -> None:
@@ -144,13 +124,10 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ClipSettings:
-    """The table ``[clip]``.
+    """The table ``[clip]``."""
 
-    Attributes:
-        max_norm: the norm to which the average of all peers' gradients is clipped before each step, over all parameters
-            of the model, those of all stages too; 0: gradients are not clipped.
-    """
-
+    # The norm to which the average of all peers' gradients is clipped before each step, over all parameters of the
+    # model, those of all stages too; 0: gradients are not clipped.
     max_norm: float = 0.0
 
     def __post_init__(self) -> None:
@@ -182,23 +159,18 @@ class LocalSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """The table ``[evaluation]``.
+    """The table ``[evaluation]``."""
 
-    Attributes:
-        every: the steps between two evaluations, each by one peer of the run; 0: there are none.
-        source, column, split, config: the held-out data, as in ``[data]``, cut into samples of the same length.
-        samples: the number of samples at the beginning of these data that are used.
-        patience: the evaluations in a row without an improvement after which the run ends; 0: it goes on.
-        least_improvement: the least by which a loss must be below the lowest one before, to be an improvement.
-    """
-
-    every: int = 0
+    every: int = 0  # the steps between two evaluations, each by one peer of the run; 0: there are none
+    # ``source``, ``column``, ``split``, ``config``: the held-out data, as in ``[data]``, cut into samples of the same
+    # length.
     source: str = ""
-    samples: int = 256
+    samples: int = 256  # the number of samples at the beginning of these data that are used
     column: str = "text"
     split: str = "validation"
     config: str = ""
-    patience: int = 0
+    patience: int = 0  # the evaluations in a row without an improvement after which the run ends; 0: it goes on
+    # The least by which a loss must be below the lowest one before, to be an improvement.
     least_improvement: float = 0.0
 
     def __post_init__(self) -> None:
@@ -219,15 +191,10 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The table ``[batch]``.
+    """The table ``[batch]``."""
 
-    Attributes:
-        size: the samples that a machine computes at once; 0: the machine finds out what fits.
-        max_size: the largest size that a machine tries.
-    """
-
-    size: int = 0
-    max_size: int = 256
+    size: int = 0  # the samples that a machine computes at once; 0: the machine finds out what fits
+    max_size: int = 256  # the largest size that a machine tries
 
     def __post_init__(self) -> None:
         require_count("max_size", self.max_size)
@@ -236,13 +203,9 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class TokenSettings:
-    """The table ``[tokens]``.
+    """The table ``[tokens]``."""
 
-    Attributes:
-        organiser: the swarm key that ``swarm keys create`` printed: only members take part; empty: anybody may.
-    """
-
-    organiser: str = ""
+    organiser: str = ""  # the swarm key that ``swarm keys create`` printed: only members take part; empty: anybody may
 
     def __post_init__(self) -> None:
         if self.organiser:

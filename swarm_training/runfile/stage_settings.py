@@ -18,30 +18,23 @@ _MAX_RANK = 1 << 16
 
 @dataclass(frozen=True)
 class StageSettings:
-    """The table ``[stages]``.
+    """The table ``[stages]``."""
 
-    Attributes:
-        count: the stages that the model is cut into, each held by several peers; 0: every peer holds all of the model.
-        micro_batch_size: the samples that go through the stages together; a divisor of ``target_batch_size``.
-        sums: the number format of gradient sums; in fp64 they do not depend on the order in which they are added up.
-        activations, gradients: the number formats in which they travel between stages.
-        layers: layers that are trained with the model, so that fewer numbers travel between stages: ``bottleneck:4`` or
-            ``maxout:2``, with the factor. The model is then another one, which only software that knows them computes.
-        precision: the number format of computing; weights are kept in fp32.
-        checkpoint_activations: True to compute blocks twice, in less memory.
-        lora_rank: the rank of adapters that are trained instead of the weights; 0: none.
-        audit_share: the share of a peer's work that other peers of its stage compute too, from 0 (nothing) to 1.
-    """
-
+    # The stages that the model is cut into, each held by several peers; 0: every peer holds all of the model.
     count: int = 0
-    micro_batch_size: int = 1
+    micro_batch_size: int = 1  # the samples that go through the stages together; a divisor of ``target_batch_size``
+    # The number format of gradient sums; in fp64 they do not depend on the order in which they are added up.
     sums: str = "fp32"
+    # ``activations``, ``gradients``: the number formats in which they travel between stages.
     activations: str = "fp32"
     gradients: str = "fp32"
-    precision: str = "fp32"
-    checkpoint_activations: bool = False
-    lora_rank: int = 0
+    precision: str = "fp32"  # the number format of computing; weights are kept in fp32
+    checkpoint_activations: bool = False  # True to compute blocks twice, in less memory
+    lora_rank: int = 0  # the rank of adapters that are trained instead of the weights; 0: none
+    # Layers that are trained with the model, so that fewer numbers travel between stages: ``bottleneck:4`` or
+    # ``maxout:2``, with the factor. The model is then another one, which only software that knows them computes.
     layers: str = "none"
+    # The share of a peer's work that other peers of its stage compute too, from 0 (nothing) to 1.
     audit_share: float = 0.0
 
     def __post_init__(self) -> None:

@@ -15,17 +15,12 @@ _MAX_STEPS = 1 << 62
 
 @dataclass(frozen=True)
 class Replica:
-    """The description of one replica.
-
-    Attributes:
-        num_steps: the version: the number of optimizer steps that the expert had taken.
-        digest: the SHA-256 of the replica's bytes.
-    """
+    """The description of one replica."""
 
     cell: Cell
-    num_steps: int
+    num_steps: int  # the version: the number of optimizer steps that the expert had taken
     size_bytes: int
-    digest: bytes
+    digest: bytes  # the SHA-256 of the replica's bytes
 
     @classmethod
     def of(cls, cell: Cell, num_steps: int, data: bytes) -> Replica:

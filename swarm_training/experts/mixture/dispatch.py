@@ -34,21 +34,13 @@ class DispatchedRows:
 
 @dataclass(frozen=True, eq=False)
 class ExpertOutputs:
-    """The answers of one forward pass.
+    """The answers of one forward pass."""
 
-    Attributes:
-        cells: [rows, k, dimensions], best first; -1 where there are fewer than k.
-        answered: [rows, k], whether the expert answered in time.
-        outputs: [rows, k, hidden]; 0 where there is no answer.
-        calls: the calls that were answered, and that the backward pass makes again.
-        living: for each dimension, [size], whether a coordinate may have living experts.
-    """
-
-    cells: torch.Tensor
-    answered: torch.Tensor
-    outputs: torch.Tensor
-    calls: list[DispatchedRows]
-    living: list[torch.Tensor]
+    cells: torch.Tensor  # [rows, k, dimensions], best first; -1 where there are fewer than k
+    answered: torch.Tensor  # [rows, k], whether the expert answered in time
+    outputs: torch.Tensor  # [rows, k, hidden]; 0 where there is no answer
+    calls: list[DispatchedRows]  # the calls that were answered, and that the backward pass makes again
+    living: list[torch.Tensor]  # for each dimension, [size], whether a coordinate may have living experts
 
 
 class Dispatcher:

@@ -23,15 +23,11 @@ _NO_CELL = -1
 
 @dataclass(frozen=True)
 class BeamResult:
-    """The best cells of each row, best first.
+    """The best cells of each row, best first."""
 
-    Attributes:
-        cells: [rows, k, dimensions]; -1 where there are fewer than k.
-        living: for each dimension, [size], whether a coordinate may have living experts; true for first coordinates
-            that were not looked up.
-    """
-
-    cells: Ints
+    cells: Ints  # [rows, k, dimensions]; -1 where there are fewer than k
+    # For each dimension, [size], whether a coordinate may have living experts; true for first coordinates that were not
+    # looked up.
     living: list[Mask]
 
 

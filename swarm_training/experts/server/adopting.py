@@ -25,9 +25,6 @@ class Adopter:
 
     Keepers take turns: the first in rank waits for ``adopt_after_s``. Each further one waits longer by the lifetime of
     a record, and then sees whether the expert is announced again.
-
-    Attributes:
-        adopted: the cells that this server has adopted.
     """
 
     _config: ExpertServerConfig
@@ -37,7 +34,7 @@ class Adopter:
     _keeper: Keeper
     _replication: Replication
     _orphans: Orphans = field(default_factory=Orphans)
-    adopted: set[Cell] = field(default_factory=set)
+    adopted: set[Cell] = field(default_factory=set)  # the cells that this server has adopted
 
     async def given_up(self) -> set[Cell]:
         """Remove and return the adopted cells that another server has as well, and keeps."""

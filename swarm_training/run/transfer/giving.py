@@ -48,19 +48,14 @@ class Offer:
 
 
 class OwnOffer:
-    """The state that a peer which has not joined yet offers.
-
-    Attributes:
-        digest: the digest of the state; empty: there is no offer.
-        evaluations: the losses on held-out data up to then.
-    """
+    """The state that a peer which has not joined yet offers."""
 
     def __init__(self, state: TrainedState) -> None:
         self._state = state
         self._lock = threading.Lock()
         self._written: WeakValueDictionary[bytes, StateFile] = WeakValueDictionary()
-        self.digest = b""
-        self.evaluations = EvaluationHistory()
+        self.digest = b""  # the digest of the state; empty: there is no offer
+        self.evaluations = EvaluationHistory()  # the losses on held-out data up to then
 
     def begin(self, moment: Moment, digest: bytes, evaluations: EvaluationHistory | None) -> None:
         """Offer the present state, which is that of ``moment``, with the losses up to then."""

@@ -15,15 +15,10 @@ _WIRE = {"int8": 3e-2, "bf16": 1e-2}  # one peer may round a number up to the ne
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The relative differences within which two answers agree.
+    """The relative differences within which two answers agree."""
 
-    Attributes:
-        gradients: the tolerance for gradients of weights, and for the loss.
-        answers: the tolerance for tensors that come over the wire.
-    """
-
-    gradients: float
-    answers: float
+    gradients: float  # the tolerance for gradients of weights, and for the loss
+    answers: float  # the tolerance for tensors that come over the wire
 
     @classmethod
     def of(cls, precision: str, form: str) -> Tolerance:

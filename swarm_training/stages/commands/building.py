@@ -47,22 +47,16 @@ PRESUME_GONE_S = 8.0  # the silence after which a mate counts as gone: both side
 
 @dataclass(frozen=True)
 class BuiltStage:
-    """A stage with its optimizer and gradient sums.
-
-    Attributes:
-        state: the stage's parameters and the optimizer that steps with averages; the learning rate follows from the
-            global step, also that of local steps.
-        limits: the limits of what trainers may send.
-        memory: a part of a sentence that says what the peer holds.
-        local: the peer's own steps between two averages; None: there are none.
-    """
+    """A stage with its optimizer and gradient sums."""
 
     stage: Stage
+    # The stage's parameters and the optimizer that steps with averages; the learning rate follows from the global step,
+    # also that of local steps.
     state: TrainedState
     sums: Accumulator
-    limits: StageLimits
-    memory: str = ""
-    local: LocalSteps | None = None
+    limits: StageLimits  # the limits of what trainers may send
+    memory: str = ""  # a part of a sentence that says what the peer holds
+    local: LocalSteps | None = None  # the peer's own steps between two averages; None: there are none
 
 
 def require_stages(file: RunFile) -> int:

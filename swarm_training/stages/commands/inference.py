@@ -36,36 +36,26 @@ _WRITE_AGAIN_S, _MOST_S = 10.0, 300.0  # each attempt fetches all stages again
 
 @dataclass(frozen=True)
 class Afterwards:
-    """The plan for a stage's process after the run's last step.
+    """The plan for a stage's process after the run's last step."""
 
-    Attributes:
-        directory: the path for the trained model, unless another process has written it. Its last part is the model's
-            name, which is thus the same on all machines and at clients. If the directory has anything else then, the
-            model goes to a directory of the same name in ``DIRECTORY-2``, beside it.
-        step: the run's last step.
-        quant: the quantisation of the blocks, see ``ServerConfig``.
-    """
-
+    # The path for the trained model, unless another process has written it. Its last part is the model's name, which is
+    # thus the same on all machines and at clients. If the directory has anything else then, the model goes to a
+    # directory of the same name in ``DIRECTORY-2``, beside it.
     directory: Path
-    step: int
-    quant: str = ServerConfig.quant
+    step: int  # the run's last step
+    quant: str = ServerConfig.quant  # the quantisation of the blocks, see ``ServerConfig``
 
 
 @dataclass(frozen=True)
 class InferenceContext:
-    """The context in which a stage's process serves its blocks.
+    """The context in which a stage's process serves its blocks."""
 
-    Attributes:
-        stage: the stage with the blocks to serve.
-        watch: the watch of all stages, over ``network``.
-        addresses: multiaddrs of the process's DHT node; a process that joins the run by them finds the servers too.
-        host, announce_host: see ``TrainingConfig``.
-    """
-
-    stage: Stage
-    watch: RunWatch
+    stage: Stage  # the stage with the blocks to serve
+    watch: RunWatch  # the watch of all stages, over ``network``
     network: Network
+    # Multiaddrs of the process's DHT node; a process that joins the run by them finds the servers too.
     addresses: Sequence[str]
+    # ``host``, ``announce_host``: see ``TrainingConfig``.
     host: str | None
     announce_host: str | None
 

@@ -132,19 +132,15 @@ class StagesFollower:
     """The follower of one run in stages, who learns the loss of each step from the records of the last stage's peers.
 
     The records come one after the other, so the loss of a step is known exactly once they cover all its micro-batches.
-
-    Attributes:
-        moment: the moment of the run that was seen last.
-        is_known: whether the loss of its step is known exactly.
     """
 
     def __init__(self, file: RunFile, reports: StepReports | None, say: Say) -> None:
         self._file, self._reports = file, reports
         self._size = file.stages.num_micro_batches(file.run.target_batch_size)
         self._observer = RunObserver(file.optimizer.rate, file.run.checkpoint_every)
-        self.moment = Moment(0, 0)
+        self.moment = Moment(0, 0)  # the moment of the run that was seen last
         self._loss: float | None = None
-        self.is_known = False
+        self.is_known = False  # whether the loss of its step is known exactly
         self.losses = KnownLosses(say)
 
     def see(self, records: Sequence[Sequence[Progress]], held_out: EvaluationHistory) -> None:

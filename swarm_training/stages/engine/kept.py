@@ -11,17 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class KeptPass:
-    """A forward pass with its graph.
+    """A forward pass with its graph."""
 
-    Attributes:
-        given: the inputs as the model got them, [rows, positions] or [rows, positions, width].
-        output: the output with its graph, [rows, positions, width].
-        size_bytes: the bytes of both, and of all that the graph keeps except parameters.
-    """
-
-    given: Tensor
-    output: Tensor
-    size_bytes: int
+    given: Tensor  # the inputs as the model got them, [rows, positions] or [rows, positions, width]
+    output: Tensor  # the output with its graph, [rows, positions, width]
+    size_bytes: int  # the bytes of both, and of all that the graph keeps except parameters
 
 
 class GraphMemoryMeter:

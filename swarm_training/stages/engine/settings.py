@@ -30,47 +30,32 @@ StageSource = ModelCheckpoint | Scratch
 @dataclass(frozen=True)
 class LoraSettings:
     """The settings of low-rank adapters in every stage's blocks (Hu et al., 2021); nothing else is trained then. The
-    adapters are in the layers that PEFT adapts by default in the family.
-
-    Attributes:
-        seed: the seed of the matrices that do not begin at 0.
-    """
+    adapters are in the layers that PEFT adapts by default in the family."""
 
     rank: int = 8
-    seed: int = 0
+    seed: int = 0  # the seed of the matrices that do not begin at 0
 
 
 @dataclass(frozen=True)
 class BoundarySettings:
-    """The settings of layers between stages, which reduce the numbers that travel; they are trained with the rest.
+    """The settings of layers between stages, which reduce the numbers that travel; they are trained with the rest."""
 
-    Attributes:
-        layers: the name of the layers, see ``BoundaryCompression``.
-        seed: the seed of the numbers that they begin with.
-    """
-
-    layers: str = NONE
-    seed: int = 0
+    layers: str = NONE  # the name of the layers, see ``BoundaryCompression``
+    seed: int = 0  # the seed of the numbers that they begin with
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The options of a stage.
+    """The options of a stage."""
 
-    Attributes:
-        precision: "fp32", or "bf16": computes with bf16 copies of fp32 weights, which the optimizer changes.
-        checkpoint_activations: ``backward`` keeps each block's input alone and computes the rest twice.
-        lora: the adapters that are trained instead of all weights.
-        kept_bytes: the most bytes of activations that wait for their backward; without room they are computed again.
-            None are kept with ``checkpoint_activations``.
-        boundaries: the layers between stages, by default none; not with ``lora``: its adapter is for the stock model.
-    """
-
-    precision: str = "fp32"
-    checkpoint_activations: bool = False
-    lora: LoraSettings | None = None
+    precision: str = "fp32"  # "fp32", or "bf16": computes with bf16 copies of fp32 weights, which the optimizer changes
+    checkpoint_activations: bool = False  # ``backward`` keeps each block's input alone and computes the rest twice
+    lora: LoraSettings | None = None  # the adapters that are trained instead of all weights
     device: str = "cpu"
+    # The most bytes of activations that wait for their backward; without room they are computed again. None are kept
+    # with ``checkpoint_activations``.
     kept_bytes: int = 512 * MIB
+    # The layers between stages, by default none; not with ``lora``: its adapter is for the stock model.
     boundaries: BoundarySettings = BoundarySettings()
 
 

@@ -60,20 +60,15 @@ class OneOfTwo(nn.Module):
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a model that a stage has.
-
-    Attributes:
-        before: attributes of the blocks' owner that act on embeddings, such as bloom's norm.
-        after: those that act on the last block's output, such as the final norm. One attribute of nanochat does both.
-        tied: whether the head multiplies by the token embeddings.
-    """
+    """The parts of a model that a stage has."""
 
     model_class: type[PreTrainedModel]
     family: Family
     span: Span
-    before: tuple[str, ...]
+    before: tuple[str, ...]  # attributes of the blocks' owner that act on embeddings, such as bloom's norm
+    # Those that act on the last block's output, such as the final norm. One attribute of nanochat does both.
     after: tuple[str, ...]
-    tied: bool
+    tied: bool  # whether the head multiplies by the token embeddings
 
     @property
     def is_first(self) -> bool:

@@ -26,31 +26,20 @@ IGNORED = -100  # a label that counts for nothing, as in transformers
 
 @dataclass(frozen=True)
 class StageOutput:
-    """The output of a stage: hidden states for the next stage, or the loss of the last stage.
+    """The output of a stage: hidden states for the next stage, or the loss of the last stage."""
 
-    Attributes:
-        hidden: [batch, positions, width], in the stage's precision.
-        loss_sum: [], float64: cross entropy summed over the predicted tokens.
-        num_tokens: the number of predicted tokens.
-    """
-
-    hidden: Tensor | None = None
-    loss_sum: Tensor | None = None
-    num_tokens: int | None = None
+    hidden: Tensor | None = None  # [batch, positions, width], in the stage's precision
+    loss_sum: Tensor | None = None  # [], float64: cross entropy summed over the predicted tokens
+    num_tokens: int | None = None  # the number of predicted tokens
 
 
 @dataclass(frozen=True)
 class StageGradients:
-    """The gradients of a micro-batch at a stage.
+    """The gradients of a micro-batch at a stage."""
 
-    Attributes:
-        inputs: [batch, positions, width], for the stage before; None from the first.
-        parameters: one for each of ``Stage.parameters``, in its shape, in the stage's precision.
-        loss_sum, num_tokens: as in ``StageOutput``, from the last stage.
-    """
-
-    inputs: Tensor | None
-    parameters: list[Tensor]
+    inputs: Tensor | None  # [batch, positions, width], for the stage before; None from the first
+    parameters: list[Tensor]  # one for each of ``Stage.parameters``, in its shape, in the stage's precision
+    # ``loss_sum``, ``num_tokens``: as in ``StageOutput``, from the last stage.
     loss_sum: float | None = None
     num_tokens: int | None = None
 

@@ -97,12 +97,7 @@ class StageDrift:
 
 
 class Counting:
-    """A peer's count of micro-batches. Its methods are for one event loop, except ``add``, ``catch_up`` and ``clear``.
-
-    Attributes:
-        done: the micro-batches in the sums, or in the weights by local steps.
-        changing: the lock that is held while sums or weights change.
-    """
+    """A peer's count of micro-batches. Its methods are for one event loop; not ``add``, ``catch_up`` and ``clear``."""
 
     def __init__(
         self,
@@ -116,8 +111,8 @@ class Counting:
         """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
         its record. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
         weights, if there are local steps. ``compute``: calls a function in the compute thread; given with ``drift``."""
-        self.done: frozenset[int] = frozenset()
-        self.changing = asyncio.Lock()
+        self.done: frozenset[int] = frozenset()  # the micro-batches in the sums, or in the weights by local steps
+        self.changing = asyncio.Lock()  # the lock that is held while sums or weights change
         self._sums = sums
         self._in_thread = in_thread
         self._counts_elsewhere = counts_elsewhere

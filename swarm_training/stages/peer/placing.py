@@ -28,18 +28,14 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class PlacementTimes:
-    """The times of joining and moving, in seconds; see ``stage_choice``.
+    """The times of joining and moving, in seconds; see ``stage_choice``."""
 
-    Attributes:
-        look_s: the time for which a joining peer listens before it chooses.
-        step_s: the longest time for which a leaving peer waits for the end of the step. A round of local steps lasts
-            long, and all of the peer's part of it would be lost: ``inf`` fits such a run.
-    """
-
-    look_s: float = 5.0
+    look_s: float = 5.0  # the time for which a joining peer listens before it chooses
     check_s: tuple[float, float] = stage_choice.CHECK_S
     confirm_s: float = stage_choice.CONFIRM_S
     cooldown_s: float = stage_choice.COOLDOWN_S
+    # The longest time for which a leaving peer waits for the end of the step. A round of local steps lasts long, and
+    # all of the peer's part of it would be lost: ``inf`` fits such a run.
     step_s: float = 30.0
 
 

@@ -38,17 +38,12 @@ _ORDERS_S = 5.0  # orders stay on the DHT for a minute
 
 @dataclass(frozen=True)
 class StageOfRun:
-    """The place of a stage in a run.
-
-    Attributes:
-        index: the number of the stage, from 0 on.
-        num_micro_batches: the number of micro-batches in a batch.
-    """
+    """The place of a stage in a run."""
 
     run: str
-    index: int
+    index: int  # the number of the stage, from 0 on
     num_stages: int
-    num_micro_batches: int
+    num_micro_batches: int  # the number of micro-batches in a batch
 
     @property
     def runs(self) -> list[str]:
@@ -57,16 +52,11 @@ class StageOfRun:
 
 @dataclass
 class StagePresence:
-    """A stage peer that takes part in the network.
-
-    Attributes:
-        addresses: multiaddrs by which other peers join.
-        network: the network for calls of other peers.
-    """
+    """A stage peer that takes part in the network."""
 
     stage_peer: StagePeer
-    addresses: list[str]
-    network: GrpcNetwork
+    addresses: list[str]  # multiaddrs by which other peers join
+    network: GrpcNetwork  # the network for calls of other peers
     _tasks: list[asyncio.Task[None]]
     _resources: AsyncExitStack
 
@@ -153,16 +143,11 @@ def _watch_beside(
 
 @dataclass
 class WatchPresence:
-    """The network presence of a process without a stage, such as a trainer; it knows which peers are at which stage.
-
-    Attributes:
-        network: the network for calls of those peers.
-        board: the board of the first stage, on this process's DHT node.
-    """
+    """The network presence of a process without a stage, such as a trainer; it knows which peers are at which stage."""
 
     watch: RunWatch
-    network: GrpcNetwork
-    board: DhtPeerRegistry
+    network: GrpcNetwork  # the network for calls of those peers
+    board: DhtPeerRegistry  # the board of the first stage, on this process's DHT node
     _resources: AsyncExitStack
 
     @classmethod

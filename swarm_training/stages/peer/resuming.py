@@ -31,15 +31,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResumedState:
-    """The state from which a stage goes on.
+    """The state from which a stage goes on."""
 
-    Attributes:
-        moment: the moment at which the run is presumed to have ended, see ``TrainingPeer.found``.
-        kept: the checkpoint, with its state in ``data``.
-    """
-
-    moment: Moment
-    kept: Kept
+    moment: Moment  # the moment at which the run is presumed to have ended, see ``TrainingPeer.found``
+    kept: Kept  # the checkpoint, with its state in ``data``
     data: StateFile
     skipped_batches: int = 0
 

@@ -44,15 +44,10 @@ def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collect
 
 @dataclass(eq=False)
 class SharedGradients:
-    """A peer's exchange of shared parameters' gradients with another stage.
+    """A peer's exchange of shared parameters' gradients with another stage."""
 
-    Attributes:
-        other: the stage that has these parameters too, in the same order.
-        spans: where they are in the average.
-    """
-
-    other: int
-    spans: Spans
+    other: int  # the stage that has these parameters too, in the same order
+    spans: Spans  # where they are in the average
     _peer: TrainingPeer
     _watch: RunWatch
     _network: Network

@@ -15,31 +15,19 @@ _MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 384 * MIB, 512 * MIB, 1024 * MIB
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """The memory needs that follow from the run file and the stage.
+    """The memory needs that follow from the run file and the stage."""
 
-    Attributes:
-        num_trained: the number of trained parameters.
-        other_bytes: the bytes of weights that are not trained, and of copies in bf16.
-        optimizer: the name in the run file.
-        sums: the dtype of gradient sums, ``fp32`` or ``fp64``.
-        request_bytes: the least room for what trainers send, so that any micro-batch is taken.
-        num_rooms: the number of rooms for requests; auditors have another one.
-        is_averaged: whether the optimizer's state has the moving average of the weights.
-        is_shared: whether another stage has some of the parameters, so that a sum of both averages is needed.
-        local: the settings of local steps.
-        keeps_errors: whether what the codec loses is kept for the next average.
-    """
-
-    num_trained: int
-    other_bytes: int
-    optimizer: str
-    sums: str
-    request_bytes: int
-    num_rooms: int = 1
-    is_averaged: bool = False
+    num_trained: int  # the number of trained parameters
+    other_bytes: int  # the bytes of weights that are not trained, and of copies in bf16
+    optimizer: str  # the name in the run file
+    sums: str  # the dtype of gradient sums, ``fp32`` or ``fp64``
+    request_bytes: int  # the least room for what trainers send, so that any micro-batch is taken
+    num_rooms: int = 1  # the number of rooms for requests; auditors have another one
+    is_averaged: bool = False  # whether the optimizer's state has the moving average of the weights
+    # Whether another stage has some of the parameters, so that a sum of both averages is needed.
     is_shared: bool = False
-    local: LocalSettings = field(default_factory=LocalSettings)
-    keeps_errors: bool = False
+    local: LocalSettings = field(default_factory=LocalSettings)  # the settings of local steps
+    keeps_errors: bool = False  # whether what the codec loses is kept for the next average
 
     @property
     def resting_bytes(self) -> float:
@@ -110,17 +98,11 @@ class StageNeeds:
 
 @dataclass(frozen=True)
 class StageRoom:
-    """The room of a stage peer, in bytes.
+    """The room of a stage peer, in bytes."""
 
-    Attributes:
-        pending: the room for gradients that wait for their commit.
-        kept: the room for activations that wait for their backward pass.
-        requests: the room for what trainers send, in each room for requests.
-    """
-
-    pending: int
-    kept: int
-    requests: int
+    pending: int  # the room for gradients that wait for their commit
+    kept: int  # the room for activations that wait for their backward pass
+    requests: int  # the room for what trainers send, in each room for requests
 
 
 def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:

@@ -26,21 +26,14 @@ COOLDOWN_S = 60.0  # the least time for which a peer stays at a stage, once it w
 
 @dataclass(frozen=True)
 class PlacedPeer:
-    """The state of a peer, by its own report.
-
-    Attributes:
-        speed: the speed that its stage gains by it: micro-batches per second at a stage of cost 1.
-        is_working: whether it has loaded the stage's state; else it is on its way there.
-        next_stage: the stage to which it has announced a move; None: it stays.
-        may_move: whether it is free to move, and has been at its stage for ``COOLDOWN_S``.
-    """
+    """The state of a peer, by its own report."""
 
     peer_id: str
     stage: int
-    speed: float
-    is_working: bool = True
-    next_stage: int | None = None
-    may_move: bool = True
+    speed: float  # the speed that its stage gains by it: micro-batches per second at a stage of cost 1
+    is_working: bool = True  # whether it has loaded the stage's state; else it is on its way there
+    next_stage: int | None = None  # the stage to which it has announced a move; None: it stays
+    may_move: bool = True  # whether it is free to move, and has been at its stage for ``COOLDOWN_S``
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,13 @@ from swarm_training.core.record import Kept
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """The checkpoint of each stage from which a run goes on.
-
-    Attributes:
-        born: see ``Lineage``.
-        rollbacks: how often the run is known to have gone back.
-        skipped_batches: the batches that the run had skipped when it was there last.
-        newest_step: the step of the newest checkpoint of any stage; ``step``, if all stages have the newest one.
-    """
+    """The checkpoint of each stage from which a run goes on."""
 
     step: int
-    born: int
-    rollbacks: int
-    skipped_batches: int
-    newest_step: int
+    born: int  # see ``Lineage``
+    rollbacks: int  # how often the run is known to have gone back
+    skipped_batches: int  # the batches that the run had skipped when it was there last
+    newest_step: int  # the step of the newest checkpoint of any stage; ``step``, if all stages have the newest one
 
     def has(self, kept: Kept) -> bool:
         return (kept.step, kept.lineage.born) == (self.step, self.born)

@@ -39,11 +39,22 @@ class _Peer:
     failures: int = 0  # consecutive ones
     not_before_s: float = 0.0
 
+    def asked(self, kind: str, free_s: float) -> None:
+        self.free_s = free_s
+        self.waiting[kind] += 1
+
     def answered(self, kind: str, asked_s: float, now: float) -> None:
         took_s = now - max(asked_s, self.answered_s)  # the peer was busy with the previous request until then
         usual_s = self.runtime_s.get(kind, took_s)
         self.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
         self.answered_s, self.failures = now, 0
+
+    def busy(self, backoff: RouterBackoff, now: float) -> None:
+        self.not_before_s = now + backoff.busy_s
+
+    def failed(self, backoff: RouterBackoff, now: float) -> None:
+        self.failures += 1
+        self.not_before_s = now + backoff.after(self.failures)
 
     def ended(self, kind: str, now: float) -> None:
         """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
@@ -109,9 +120,7 @@ class Router:
 
     def asked(self, peer_id: str, candidates: Collection[str], kind: str, now: float) -> None:
         """Record that a request was sent; one of ``answered``, ``busy``, ``failed`` and ``withdrawn`` must follow."""
-        known = self._peer(peer_id)
-        known.free_s = self.ready_s(peer_id, candidates, kind, now)
-        known.waiting[kind] += 1
+        self._peer(peer_id).asked(kind, self.ready_s(peer_id, candidates, kind, now))
         speed, share = believed(self._announced, candidates)[peer_id], SHARES.get(kind, 1.0)
         self._backlogs.asked(peer_id, speed, share, self._num_trainers, now)
 
@@ -121,15 +130,13 @@ class Router:
 
     def busy(self, peer_id: str, kind: str, now: float) -> None:
         """Record that a peer had no room, since other trainers send it work as well."""
-        self._peer(peer_id).not_before_s = now + self._backoff.busy_s
+        self._peer(peer_id).busy(self._backoff, now)
         self._peer(peer_id).ended(kind, now)
 
     def failed(self, peer_id: str, kind: str, now: float) -> None:
         """Record that a peer did not answer, or answered wrongly."""
-        known = self._peer(peer_id)
-        known.failures += 1
-        known.not_before_s = now + self._backoff.after(known.failures)
-        known.ended(kind, now)
+        self._peer(peer_id).failed(self._backoff, now)
+        self._peer(peer_id).ended(kind, now)
 
     def withdrawn(self, peer_id: str, kind: str, now: float) -> None:
         """Record that an answer is no longer waited for, which says nothing about the peer."""

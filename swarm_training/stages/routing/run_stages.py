@@ -21,15 +21,11 @@ Stages = Sequence[Sequence[Progress]]  # the records of the living peers of each
 
 @dataclass(frozen=True)
 class RunStages:
-    """The peers of a run in stages.
+    """The peers of a run in stages."""
 
-    Attributes:
-        stages: the peers of each stage that have been heard of lately, in the order of their ids.
-        num_micro_batches: the number of micro-batches in a batch; 0: no peer has said it.
-    """
-
+    # The peers of each stage that have been heard of lately, in the order of their ids.
     stages: tuple[tuple[Progress, ...], ...]
-    num_micro_batches: int = 0
+    num_micro_batches: int = 0  # the number of micro-batches in a batch; 0: no peer has said it
 
     @classmethod
     def of(cls, stages: Iterable[Sequence[Progress]]) -> RunStages:

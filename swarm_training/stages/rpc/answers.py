@@ -17,14 +17,11 @@ from swarm_training.stages.rpc.framing import TensorCollector, pack
 
 @dataclass(frozen=True)
 class StageAnswer:
-    """A peer's answer to a request.
+    """A peer's answer to a request."""
 
-    Attributes:
-        tensor: [rows, positions, width], a forward output or the gradient of the input; None if none was asked for.
-        loss_sum, num_tokens: the summed loss and the number of its tokens, from the last stage; else 0.
-    """
-
+    # [rows, positions, width], a forward output or the gradient of the input; None if none was asked for.
     tensor: Tensor | None = None
+    # ``loss_sum``, ``num_tokens``: the summed loss and the number of its tokens, from the last stage; else 0.
     loss_sum: float = 0.0
     num_tokens: int = 0
 

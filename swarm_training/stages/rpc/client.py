@@ -45,26 +45,17 @@ class WireForms:
 
 @dataclass(frozen=True)
 class StageRequest:
-    """A request to a peer of a stage.
-
-    Attributes:
-        inputs: token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden].
-        labels: [rows, positions] int64, for the backward pass of the last stage.
-        grad: [rows, positions, hidden], of the output, for the backward pass of another stage.
-        accumulates: whether the gradients of the stage's weights stay pending at the peer.
-        wants_grad: whether the answer has the gradient of the inputs.
-        forward_only: whether no backward pass follows a forward pass.
-    """
+    """A request to a peer of a stage."""
 
     which: MicroBatch
-    inputs: Tensor
-    labels: Tensor | None = None
-    grad: Tensor | None = None
+    inputs: Tensor  # token ids [rows, positions] int64 of the first stage, else hidden states [rows, positions, hidden]
+    labels: Tensor | None = None  # [rows, positions] int64, for the backward pass of the last stage
+    grad: Tensor | None = None  # [rows, positions, hidden], of the output, for the backward pass of another stage
     loss_scale: float = 1.0
-    accumulates: bool = False
-    wants_grad: bool = False
+    accumulates: bool = False  # whether the gradients of the stage's weights stay pending at the peer
+    wants_grad: bool = False  # whether the answer has the gradient of the inputs
     is_backward: bool = False
-    forward_only: bool = False
+    forward_only: bool = False  # whether no backward pass follows a forward pass
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field, in the order in which they travel."""

@@ -13,20 +13,13 @@ from swarm_protocol.wire.constants import MIB
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The limits of one stage peer.
+    """The limits of one stage peer."""
 
-    Attributes:
-        max_requests: the most requests that arrive, wait or are computed.
-        max_bytes: the most bytes of their tensors, as they travel.
-        max_tokens: the most tokens of one micro-batch, rows × positions.
-        read_s: the time in which a request must have arrived.
-        silence_s: the time after which a silent trainer counts as gone, and what it has not committed is dropped.
-    """
-
-    max_requests: int = 16
-    max_bytes: int = 1024 * MIB
-    max_tokens: int = 1 << 20
-    read_s: float = 60.0
+    max_requests: int = 16  # the most requests that arrive, wait or are computed
+    max_bytes: int = 1024 * MIB  # the most bytes of their tensors, as they travel
+    max_tokens: int = 1 << 20  # the most tokens of one micro-batch, rows × positions
+    read_s: float = 60.0  # the time in which a request must have arrived
+    # The time after which a silent trainer counts as gone, and what it has not committed is dropped.
     silence_s: float = 120.0
 
 

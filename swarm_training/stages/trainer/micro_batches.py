@@ -65,17 +65,13 @@ class Loss:
 
 @dataclass
 class Trace:
-    """The trace of one micro-batch in one step.
-
-    Attributes:
-        inputs: by stage, its inputs: [rows, positions, width].
-        grads: by stage, the gradient of its output: [rows, positions, width].
-        kept_by: by stage, the peer that has computed it forward, and has kept the graph of it if there was room.
-    """
+    """The trace of one micro-batch in one step."""
 
     content: Content
-    inputs: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # by stage, its inputs: [rows, positions, width]
+    # By stage, the gradient of its output: [rows, positions, width].
     grads: dict[int, Tensor] = field(default_factory=dict)
+    # By stage, the peer that has computed it forward, and has kept the graph of it if there was room.
     kept_by: dict[int, str] = field(default_factory=dict)
     loss: Loss = field(default_factory=Loss)
 

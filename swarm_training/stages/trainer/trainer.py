@@ -30,21 +30,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of what this trainer has done for one step.
-
-    Attributes:
-        loss: the mean over the tokens of its micro-batches that went through the last stage; None: there were none.
-        num_micro_batches: the number of these micro-batches.
-        num_replays: the passes of a micro-batch after a complete one, because some peer's sums were lost.
-        num_retries: the number of requests that had to be made again.
-    """
+    """The report of what this trainer has done for one step."""
 
     moment: Moment
+    # The mean over the tokens of its micro-batches that went through the last stage; None: there were none.
     loss: float | None
     num_tokens: int
-    num_micro_batches: int
-    num_replays: int
-    num_retries: int
+    num_micro_batches: int  # the number of these micro-batches
+    num_replays: int  # the passes of a micro-batch after a complete one, because some peer's sums were lost
+    num_retries: int  # the number of requests that had to be made again
     seconds: float
 
 
@@ -80,16 +74,11 @@ class _Step:
 
 @dataclass(frozen=True)
 class RunSource:
-    """The source from which a trainer knows about its run.
+    """The source from which a trainer knows about its run."""
 
-    Attributes:
-        run: the name of the run.
-        look: returns the living peers of each stage, as they are known now.
-        trainers: returns the step from which on each trainer takes part, this one too, by peer id.
-    """
-
-    run: str
-    look: Look
+    run: str  # the name of the run
+    look: Look  # returns the living peers of each stage, as they are known now
+    # Returns the step from which on each trainer takes part, this one too, by peer id.
     trainers: Callable[[], Mapping[str, int]]
 
 
