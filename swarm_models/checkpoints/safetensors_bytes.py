@@ -49,7 +49,12 @@ def write(
     header, ordered = _layout(tensors, metadata)
     write_all(file, header)
     for _, tensor in ordered:
-        write_all(file, value_of(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        write_all(file, data_of(value_of(tensor)))
+
+
+def data_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on any device, in the order of its elements."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:

@@ -80,7 +80,7 @@ def parameters_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(parameters.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(safetensors_bytes.data_of(tensor))
     return digest.hexdigest()
 
 

@@ -440,7 +440,7 @@ def _shown_digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
         if not tensor.is_meta:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(safetensors_bytes.data_of(tensor))
     return digest.hexdigest()[:16]
 
 
@@ -482,7 +482,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]], metadata: str) -> bytes:
     digest = hashlib.sha256(metadata.encode())
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(safetensors_bytes.data_of(tensor))
     return digest.digest()
 
 

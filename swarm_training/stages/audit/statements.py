@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarm_models.checkpoints.safetensors_bytes import data_of
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.codec import Assembler
 from swarm_training.ledger.signing import ContentKind, parsed, sign, signer_of
@@ -92,4 +93,4 @@ def evidence_form(form: pb.Form) -> pb.Form:
 def _add(hasher: hashlib._Hash, tensor: Tensor) -> None:
     exact = tensor if tensor.dtype in (torch.int64, torch.float64) else tensor.float()
     hasher.update(f"{exact.dtype}{list(exact.shape)}".encode())
-    hasher.update(exact.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    hasher.update(data_of(exact))

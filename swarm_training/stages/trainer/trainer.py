@@ -118,11 +118,6 @@ class Trainer:
     def _asker(self, look: Look) -> PeerCaller:
         return PeerCaller(look, self._router, self._config, self._client)
 
-    @property
-    def moment(self) -> Moment | None:
-        """Return the moment of the step that it works on; None before the first."""
-        return None if self._step is None else self._step.moment
-
     async def train(self, end: int | None = None) -> None:
         """Train until the run has taken ``end`` steps; None: until cancelled.
 
