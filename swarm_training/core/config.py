@@ -94,6 +94,9 @@ class EvaluationPolicy:
         if self.least_improvement and not self.patience:
             raise ValueError("patience is 0: expected at least 1 with a least_improvement")
 
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step > 0 and step % self.every == 0
+
 
 @dataclass(frozen=True)
 class TrainingConfig:

@@ -62,7 +62,7 @@ class Evaluator:
         self._news = asyncio.Event()
 
     def is_due(self, step: int) -> bool:
-        return self.policy.every > 0 and step > 0 and step % self.policy.every == 0
+        return self.policy.is_due(step)
 
     def to_agree_on(self, now: Moment) -> list[pb.SignedProgress]:
         """Return the signed records with the losses on which the next group should agree."""

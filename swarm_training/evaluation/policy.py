@@ -62,7 +62,7 @@ class EvaluationHistory:
 
 def counts(policy: EvaluationPolicy, history: EvaluationHistory, now: Moment, loss: HeldOutLoss) -> bool:
     """Return whether a loss can be the next one of a run that has come to the moment ``now``."""
-    is_due = policy.every > 0 and loss.step > 0 and loss.step % policy.every == 0
+    is_due = policy.is_due(loss.step)
     is_newer = history.newest is None or loss.step > history.newest.step
     return is_due and is_newer and loss.samples > 0 and loss.moment.rollbacks == now.rollbacks and loss.moment <= now
 

@@ -18,9 +18,9 @@ from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
 from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
-from swarm_training.core.config import NUM_REPLICAS, TrainingConfig
+from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, Lineage, OfferedCheckpoint, Progress
+from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed
 from swarm_training.evaluation.evaluator import Evaluator, PendingEvaluation
 from swarm_training.evaluation.policy import EvaluationHistory
@@ -37,14 +37,14 @@ from swarm_training.progress.gossip import Gossip
 from swarm_training.progress.policy import LocalView
 from swarm_training.progress.table import ProgressTable
 from swarm_training.rollback.divergence import LossHistory
-from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.restarting import offer_of
 from swarm_training.rollback.rollbacks import Rollbacks
-from swarm_training.rollback.stored import StoredCheckpoints, copies_directory, stage_directory
+from swarm_training.rollback.stored import StoredCheckpoints
 from swarm_training.run.meetings import NO_LOSS, Averager, Decisions, Environment, GradientCompression
 from swarm_training.run.standing import PeerState, now, smoothed
 from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.run.transfer.arrival import Arrival
+from swarm_training.run.transfer.checkpoints import PeerCheckpoints
 from swarm_training.run.transfer.downloads import StateDownloads
 from swarm_training.run.transfer.giving import Offer, OwnOffer, StateServer
 from swarm_training.run.transfer.receiving import Downloaded, compare
@@ -62,7 +62,7 @@ class TrainingPeer:
 
     Attributes:
         downloads: the downloads of states that other peers have.
-        replicas: checkpoints of another run that this peer keeps for that run.
+        checkpoints: the checkpoints that this peer keeps.
         stored: checkpoints that earlier processes have left on the disk.
         evaluator: this peer's part in evaluations of the run on held-out data.
         offer: other data that peers may request.
@@ -96,17 +96,18 @@ class TrainingPeer:
         self._state = state
         self._in_thread = in_thread = environment.in_thread
         rng = environment.rng
-        kept, self.replicas = _stores(config, own.run)
+        self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         self.stored = StoredCheckpoints(config.lasting_directory, digest_of)
         known = ledger or KeptLedger(Ledger(own.run, LedgerLimits.of(own.target_batch_size, config.max_samples)))
         self.ledger = known.ledger
         self.downloads = StateDownloads(config, self._standing, environment, state, self.ledger.organiser is None)
+        self.checkpoints = PeerCheckpoints(config, self._standing, self.gossip, state, self.downloads, in_thread)
+        kept = self.checkpoints.kept
         self.rollbacks = Rollbacks(config, self._moderation, self.downloads.checkpoint, in_thread, rng, kept)
         self.offer = Offer()
         self._own_offer = OwnOffer(state)
-        stores = (self.rollbacks.kept, self.replicas, self.offer, self.stored, self._own_offer)
+        stores = (kept, self.checkpoints.replicas, self.offer, self.stored, self._own_offer)
         self._state_server = StateServer(state, stores, in_thread)
-        self.gossip = Gossip(config, table, network, board, self._standing.renew, self._moderation, rng)
         crediting = Crediting(self.ledger, member, lambda: self._standing.own.moment)
         self._book = Book(
             self.ledger, crediting, known.archive, network, lambda: self.view().others, self._newest, in_thread, rng
@@ -158,14 +159,14 @@ class TrainingPeer:
         """Found the run with this peer alone, at step 0 or at the step of the checkpoint of ``resumed_at``.
 
         Resuming, or having a ledger, counts as a rollback, so that no moment occurs twice, above all in the ledger.
-        ``born``: see ``keep``. ``evaluations``: the losses on held-out data that were known at that checkpoint.
+        ``born``: see ``PeerCheckpoints.keep``. ``evaluations``: the losses on held-out data known at that checkpoint.
         """
         earlier = [each for each in (resumed_at, self.ledger.newest) if each is not None]
         rollbacks = 1 + max(each.rollbacks for each in earlier) if earlier else 0
         moment = Moment(rollbacks, resumed_at.step if resumed_at is not None else 0)
         self._state.go_to(moment, None)
         self.rollbacks.took_over(self.rollbacks.history, moment.step)
-        await self._in_thread(lambda: self.keep(state_digest, born))
+        await self._in_thread(lambda: self.checkpoints.keep(state_digest, born))
         self.evaluator.took_over((evaluations or EvaluationHistory()).up_to(moment.step))
         roster = (self.own.peer_id,)
         arrival = Arrival(moment, roster, b"", went_back_to=moment.step, evaluations=self.evaluator.history)
@@ -255,7 +256,7 @@ class TrainingPeer:
         if self._averaging is not None:
             self._averaging.cancel()
         self.rollbacks.close()
-        self.replicas.close()
+        self.checkpoints.replicas.close()
         for task in self._tasks:
             task.cancel()
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
@@ -387,24 +388,12 @@ class TrainingPeer:
     def skip_batches(self, skipped: int) -> None:
         """Publish how many batches of the data have been skipped since the run began."""
         self._standing.update(skipped_batches=skipped)
-        self._mark_kept()
-
-    def show_best(self, step: int | None) -> None:
-        """Publish the checkpoint of the step with the lowest loss on held-out data, if this peer keeps it."""
-        best = None if step is None else self.rollbacks.kept.of(step)
-        if best != self.own.best:
-            self._standing.update(best=best)
-            self.gossip.tell()
+        self.checkpoints.mark()
 
     @property
     def roster(self) -> tuple[str, ...]:
         """Return the ids of the peers that took the last step together."""
         return self._standing.roster
-
-    def show_replica(self) -> None:
-        """Publish the newest checkpoint in ``replicas``."""
-        self._standing.update(replica=self.replicas.newest())
-        self.gossip.tell()
 
     def show_offers(self, offers: Iterable[OfferedCheckpoint]) -> None:
         """Publish checkpoints that this peer can give from ``stored``, while all stages start again."""
@@ -474,54 +463,6 @@ class TrainingPeer:
         self.evaluator.took_over(self.evaluator.history.up_to(back.group.next_moment.step))
         self._standing.update(skipped_batches=skipped_batches, loss=0.0, loss_samples=0, bytes_sent=0, bytes_received=0)
         await self._arrive(self._arrival(back.group, back.digest), state_digest)
-
-    def keep(self, state_digest: bytes, born: int | None = None) -> None:
-        """Keep the present state as a checkpoint if one is due and the state is finite. Any thread may call this.
-
-        ``born``: see ``Lineage``; None: the state is new, or kept already."""
-        kept, moment = self.rollbacks.kept, self._state.moment
-        is_evaluated = self.own.counts_exactly and kept.is_on and self.evaluator.is_due(moment.step)
-        if is_evaluated:  # its checkpoint stays at least until the loss is known
-            kept.spare({*kept.spared, moment.step})
-        if (is_evaluated or kept.is_due(moment.step)) and self._state.is_finite():
-            lineage = Lineage(moment.rollbacks if born is None else born, moment.rollbacks, self.own.skipped_batches)
-            try:
-                is_extra = not kept.is_due(moment.step)
-                kept.keep_written(moment.step, state_digest, self._state.write, lineage, is_extra=is_extra)
-            except OSError as error:
-                _logger.warning("the state of step %d is not kept: %s", moment.step, error.strerror)
-
-    def born(self, state_digest: bytes) -> int | None:
-        """Return ``Lineage.born`` of a state that others keep; None if it is not known."""
-        known = (peer.kept for peer in self.view().others if peer.kept is not None)
-        return next((kept.lineage.born for kept in known if kept.state_digest == state_digest), None)
-
-    async def copy_checkpoint(self) -> None:
-        """Copy the newest checkpoint of the other peers, so that later joiners can go back even if those peers die."""
-        own, kept = self.own, self.rollbacks.kept
-        others = [peer for peer in self.view().others if peer.kept is not None and peer.rollbacks == own.rollbacks]
-        wanted = max((peer.kept.step for peer in others if peer.kept and peer.kept.step <= own.step), default=-1)
-        if wanted <= max(kept.digests(), default=-1):
-            self.show_kept()
-            return
-        for source in others:
-            if source.is_reachable and source.kept is not None and source.kept.step == wanted:
-                digest = source.kept.state_digest
-                try:
-                    data = await self.downloads.checkpoint(source, digest)
-                    await self._in_thread(partial(kept.keep, wanted, digest, data, source.kept.lineage))
-                except (SwarmError, TimeoutError, ValueError, OSError) as error:
-                    _logger.debug("%s does not give its checkpoint: %s", source.peer_id, error)
-                    continue
-                self.show_kept()
-                return
-
-    def show_kept(self) -> None:
-        """Publish the newest checkpoint that this peer keeps, so that other peers can copy it."""
-        newest = self.rollbacks.kept.newest()
-        if self.own.counts_exactly and newest != self.own.kept:
-            self._standing.update(kept=newest)
-            self.gossip.tell()
 
     def _arrival(self, group: Group, digest: bytes) -> Arrival:
         return Arrival(
@@ -642,26 +583,5 @@ class TrainingPeer:
             best_held_out=arrival.evaluations.best,
             has_ended=arrival.has_ended,
         )
-        self._mark_kept()
+        self.checkpoints.mark()
         self.gossip.tell(urgent=True)
-
-    def _mark_kept(self) -> None:
-        """Note in the checkpoint of this moment, if there is one, how the run came here, and publish the newest one."""
-        if self.own.counts_exactly:
-            kept, own = self.rollbacks.kept, self.own
-            kept.mark(own.step, own.rollbacks, own.skipped_batches)
-            self._standing.update(kept=kept.newest())
-
-
-def _stores(config: TrainingConfig, run: str) -> tuple[KeptCheckpoints, KeptCheckpoints]:
-    """Return the stores for checkpoints of this run, and for those of another run."""
-    every, most, directory = config.checkpoint_every, config.checkpoints_kept, config.lasting_directory
-    if directory is None:
-        temporary = config.checkpoint_directory
-        return KeptCheckpoints(every, most, temporary), KeptCheckpoints(every, NUM_REPLICAS, temporary)
-    stage = int(run.rpartition("/")[2])  # see ``stage_run``
-    own, copies = stage_directory(directory, stage), copies_directory(directory, stage)
-    return (
-        KeptCheckpoints(every, most, own, stays=True, digest_of=digest_of),
-        KeptCheckpoints(every, NUM_REPLICAS, copies, stays=True, digest_of=digest_of),
-    )

@@ -142,7 +142,7 @@ class GradientAccumulator:
         self._clear()
         digest = self._state.digest()
         if (yield self._peer.loaded(downloaded, digest)):
-            self._peer.keep(digest)
+            self._peer.checkpoints.keep(digest)
 
     def _take(self, samples: int) -> bool:
         """Take the gradients. Return False if they are left out, because they are not finite."""
@@ -178,7 +178,7 @@ class GradientAccumulator:
         self.last_loss = policy.mean_loss((member.record for member in members), most)
         total, samples = losses
         digest = self._state.digest()
-        self._peer.keep(digest)
+        self._peer.checkpoints.keep(digest)
         yield self._peer.stepped(decided, digest, total / max(samples, 1), samples)
         yield from self._evaluate()
 
@@ -197,7 +197,7 @@ class GradientAccumulator:
         self._clear()
         self._state.go_to(back.group.next_moment, back.state)
         digest = self._state.digest()
-        self._peer.keep(digest)
+        self._peer.checkpoints.keep(digest)
         yield self._peer.went_back(back, digest)
 
     def _clear(self) -> None:

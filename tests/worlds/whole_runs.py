@@ -328,7 +328,7 @@ class WholeRun:
             newest = max(max(peer.life.peer.rollbacks.kept.digests(), default=-1) for peer in mates)
             after = [peer for peer in joined if peer.stage.index == (index + 1) % self.num_stages]
             kept = [peer.life.peer.rollbacks.kept.digests() for peer in mates if peer is not victim]
-            replicas = [peer.life.peer.replicas.digests() for peer in after if peer is not victim]
+            replicas = [peer.life.peer.checkpoints.replicas.digests() for peer in after if peer is not victim]
             if not all(any(newest in digests for digests in each) for each in (kept, replicas)):
                 return False
         return True

@@ -106,7 +106,7 @@ class StageEvaluation:
         self.known = self._peer.evaluator.known() if self._is_last else self._shown()
         self._begin()
         best, own = self.known.best, self._peer.own
-        self._peer.show_best(None if best is None else best.step)
+        self._peer.checkpoints.show_best(None if best is None else best.step)
         spared = decisions.steps_to_keep(self._policy, self.known, own.step)
         return spared != self._peer.rollbacks.kept.spared
 

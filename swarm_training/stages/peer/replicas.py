@@ -70,21 +70,21 @@ class Replicas:
         return own.state in PRESENT and len(lower) < _KEEPERS
 
     async def _keep(self, wanted: Kept | None) -> None:
-        if wanted is None or wanted.state_digest in self._peer.replicas.digests().values():
+        if wanted is None or wanted.state_digest in self._peer.checkpoints.replicas.digests().values():
             return
         sources = [peer for peer in self._watch.records(self._before) if peer.kept == wanted]
         data = await self.download(wanted, sources)
         if data is None:
             return
-        self._peer.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
+        self._peer.checkpoints.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
         try:
             await self._in_thread(
-                lambda: self._peer.replicas.keep(wanted.step, wanted.state_digest, data, wanted.lineage)
+                lambda: self._peer.checkpoints.replicas.keep(wanted.step, wanted.state_digest, data, wanted.lineage)
             )
         except OSError as error:
             _logger.warning("a checkpoint of stage %d is not kept: %s", self._before, error.strerror)
             return
-        self._peer.show_replica()
+        self._peer.checkpoints.show_replica()
 
     async def download(self, wanted: Kept, sources: Iterable[Progress]) -> StateFile | None:
         """Return a checkpoint that one of these peers gives; None if none does."""

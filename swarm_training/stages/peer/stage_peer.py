@@ -282,8 +282,8 @@ class StagePeer:
         is_right = await self.peer.loaded(downloaded, digest)
         if is_right:
             await self._in_thread(partial(self.evaluation.resume, moment.step, self.peer.rollbacks.went_back_to))
-            await self._compute(partial(self.peer.keep, digest, self.peer.born(digest)))
-            await self.peer.copy_checkpoint()
+            await self._compute(partial(self.peer.checkpoints.keep, digest, self.peer.checkpoints.born(digest)))
+            await self.peer.checkpoints.copy_newest()
         return is_right
 
     async def _relay(self, table: ProgressTable) -> None:
@@ -464,7 +464,7 @@ class StagePeer:
         num_counted = len(self.counting.done)
         digest = await self._take_over(partial(self._state.apply, gradient, squared_norm), is_next=True)
         self.num_counted = num_counted
-        await self._compute(partial(self.peer.keep, digest))
+        await self._compute(partial(self.peer.checkpoints.keep, digest))
         await self.peer.stepped(averaged, digest, loss, loss_samples, squared_norm)
         self.peer.withdraw_offers()
 
@@ -474,7 +474,7 @@ class StagePeer:
         skipped = self.peer.own.skipped_batches + group.step + 1 - group.next_moment.step
         self._first_batch = group.next_moment.step + skipped
         digest = await self._take_over(partial(self._state.go_to, back.group.next_moment, back.state))
-        await self._compute(partial(self.peer.keep, digest))
+        await self._compute(partial(self.peer.checkpoints.keep, digest))
         await self.peer.went_back(back, digest, skipped)
 
     def _is_stranded(self) -> bool:
@@ -522,8 +522,8 @@ class StagePeer:
         _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
         skipped = max(self.peer.own.skipped_batches, self._first_batch - moment.step)
         await self.peer.go_back(moment, digest, skipped)
-        await self._compute(partial(self.peer.keep, digest, born))
-        self.peer.show_kept()
+        await self._compute(partial(self.peer.checkpoints.keep, digest, born))
+        self.peer.checkpoints.show()
         return True
 
     async def _take_over(self, change: Callable[[], None], is_next: bool = False) -> bytes:
