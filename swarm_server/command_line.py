@@ -187,6 +187,25 @@ _HOSTING = ConfigFlags(
         "none, or int8: keys and values take 0.27 of float32 or 0.53 of bfloat16; decoding is slower",
     ),
     _SizeFlag("cache_bytes", "the same as memory, such as 2GiB or 500MB", name="cache-memory"),
+    _SizeFlag(
+        "kv_offload_memory_bytes",
+        "CPU memory for keys and values of idle sessions and of prefixes for which the KV cache has no room; of use to "
+        "GPUs",
+        name="kv-offload-memory",
+        default="0",
+    ),
+    _SizeFlag(
+        "kv_offload_disk_bytes",
+        "disk space for the same, once that memory is full",
+        name="kv-offload-disk",
+        default="0",
+    ),
+    Flag(
+        "kv_offload_directory",
+        "directory on the disk for --kv-offload-disk; by default the user's cache directory",
+        metavar="DIR",
+        name="kv-offload-dir",
+    ),
     Flag(
         "prefix_cache",
         "share keys and values of equal prefixes of prompts between all clients, or among those of each client; auto "

@@ -28,7 +28,7 @@ _AT_LEAST_ONE = (
     *("num_blocks", "memory_bytes", "cache_tokens", "cache_bytes", "adapter_bytes", "incoming_bytes"),
     *("chunk_tokens", "max_sessions", "group_size"),
 )
-_AT_LEAST_NONE = ("relay_bytes_per_s", "weight_cache_bytes")
+_AT_LEAST_NONE = ("relay_bytes_per_s", "weight_cache_bytes", "kv_offload_memory_bytes", "kv_offload_disk_bytes")
 MOST_MEMBERS = 16  # of a group
 
 
@@ -71,6 +71,9 @@ class ServerConfig:
     cache_tokens: int | None = None  # over all sessions; None: cache_bytes
     cache_bytes: int | None = None  # for all sessions' keys and values, and for kept passes; None: from free memory
     kv_quant: str = "none"  # how keys and values are stored: none: in the dtype of computation; or int8
+    kv_offload_memory_bytes: int = 0  # CPU memory for idle sessions' keys and values, and for prefixes; 0: none
+    kv_offload_disk_bytes: int = 0  # the same on disk, where they go when that memory is full
+    kv_offload_directory: Path | None = None  # where the file for them is; None: the user's cache directory
     prefix_cache: str = "auto"  # which sessions share equal prefixes; auto: see ``prefix_sharing``
     adapters: tuple[Path, ...] = ()  # directories in PEFT's format, loaded at the start; each names its adapter
     adapter_bytes: int = 352 * MIB  # for all adapters that clients send; one client's share holds the largest
@@ -140,6 +143,8 @@ class ServerConfig:
                 if value is not None and value < least:
                     raise ValueError(f"{name} is {value}: expected at least {least}")
         self._require_at_most_one("blocks", "initial_blocks", "num_blocks", "memory_bytes")
+        if self.kv_offload_directory is not None and not self.kv_offload_disk_bytes:
+            raise ValueError("kv_offload_directory is given without kv_offload_disk_bytes: expected both, or neither")
 
     def _require_at_most_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]

@@ -56,6 +56,7 @@ class Counters:
         received_bytes: the bytes of messages from callers.
         sent_bytes: the bytes sent: ``reply`` to callers, ``push`` of hidden states to next hops, ``copy`` of sessions.
         sessions: the number of opened sessions: ``new``, or a ``replacement`` for another one after its first step.
+        parked: the number of times that idle sessions left the KV cache (``parked``) and came back (``resumed``).
         moves: the number of moves to other blocks.
         daemon_restarts: the number of restarts of the libp2p daemon.
     """
@@ -76,6 +77,7 @@ class Counters:
     received_bytes: int = 0
     sent_bytes: Counter[str] = field(default_factory=Counter)
     sessions: Counter[str] = field(default_factory=Counter)
+    parked: Counter[str] = field(default_factory=Counter)
     moves: int = 0
     daemon_restarts: int = 0
     started_s: float = field(default_factory=time.monotonic)

@@ -175,9 +175,29 @@ class Engine:
         return Session(blocks, layout, lease, reserved, state, adapter)
 
     def close(self, session: Session) -> None:
-        """Give back the session's room. Pages that the prefix cache keeps shrink to their filled part."""
+        """Give back the session's room."""
+        self._leave_cache(session, KvState(()))
+
+    def park(self, session: Session) -> None:
+        """Give back the room of a session whose positions are stored elsewhere, until ``resume``."""
+        state = session.state
+        rows = tuple(row.without_parts for row in state.rows)
+        self._leave_cache(session, replace(state, rows=rows, states=None), is_parked=True)
+        session.forget_promise()
+
+    def resume(self, session: Session, rows: tuple[KvRow, ...], states: RowStates | None, num_pages: int) -> None:
+        """Go on with a parked session, whose positions are in ``rows``; the first ``num_pages`` pages may be shared."""
+        if not session.is_parked:  # it was closed meanwhile
+            return
+        state = replace(session.state, rows=rows, states=states)
+        session.enter(state)
+        if num_pages:
+            self._add_pages(replace(state, digests=tuple(digests[:num_pages] for digests in state.digests)), 0)
+
+    def _leave_cache(self, session: Session, state: KvState, *, is_parked: bool = False) -> None:
+        """Enter a state without positions in memory. Pages that the prefix cache keeps shrink to their filled part."""
         rows = session.state.rows
-        session.enter(KvState(()))
+        session.enter(state, is_parked=is_parked)
         session.lease.close()
         for page in {part.page for row in rows for parts in row.parts for part in parts}:
             if page.lease is session.lease and any(page.pinned):
@@ -337,9 +357,8 @@ class Engine:
         return [(made[0], _together(positions, *made)) for made in alike.values() if made[0]], left
 
     def _prepare_step(self, session: Session, step: SessionStep) -> Prepared:
+        session.require_present()
         state = session.state
-        if not state.rows:
-            raise RequestRejected("the session is closed")
         if step.changes:
             state = hashed(state)
         for change in step.changes:
@@ -350,7 +369,7 @@ class Engine:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
         if session.layout.slots:
             state = self._with_states(state, session)
-        state, matched = self._match(state, step, session.keeps_outputs)
+        state, matched = self._match(state, step, session)
         for parts in matched:
             rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(state.rows, parts, strict=True))
             state = replace(state, rows=rows)
@@ -391,7 +410,7 @@ class Engine:
         return replace(state, states=replace(states, room=room))
 
     def _match(
-        self, state: KvState, step: SessionStep, keeps_outputs: bool
+        self, state: KvState, step: SessionStep, session: Session
     ) -> tuple[KvState, list[list[tuple[Parts, ...]]]]:
         """Add the step to the content hashes. Return the new state and, page by page, where each row's content is."""
         if state.hashes is None:
@@ -404,12 +423,33 @@ class Engine:
         num_tokens = step.inputs.hidden.shape[1]
         if not may_match or num_tokens < PAGE_TOKENS:
             return state, []
-        num_pages = _most_matched_pages(step, keeps_outputs)
-        assert self.prefix_cache is not None  # without it there are no hashes
-        found = [self.prefix_cache.longest(digests[num_known:][:num_pages]) for digests in state.digests]
+        num_pages = _most_matched_pages(step, session.keeps_outputs)
+        found = [self._known_pages(session, digests[num_known:][:num_pages]) for digests in state.digests]
         num_found = _not_within_runs(min(map(len, found)), step.inputs.joined)
         state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
         return state, [[row[page] for row in found] for page in range(num_found)]
+
+    def _known_pages(self, session: Session, digests: Sequence[bytes]) -> list[tuple[Parts, ...]]:
+        """Return where the content of these successive pages is, up to the first that is unknown.
+
+        Those that have left the cache are read back into the session's memory, and can be shared again.
+        """
+        assert self.prefix_cache is not None  # without it there are no hashes
+        found = self.prefix_cache.longest(digests)
+        digests = digests[len(found) :]
+        read_back = self.prefix_cache.offloaded(digests)
+        if read_back:
+            layout, empty = session.layout, (KvRow.empty(session.layout),)
+            (row,) = grow(empty, empty, len(read_back) * PAGE_TOKENS, layout, session.lease).rows
+            num_kept = (PAGE_TOKENS,) * len(layout.groups)
+            for page, (digest, data) in enumerate(zip(digests, read_back, strict=False)):
+                start, end = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS
+                unpack(Stored(PAGE_TOKENS, num_kept, data), (row.beginning(end),), layout)
+                parts = row.slice(start, end)
+                assert parts is not None, "nothing has been dropped"
+                self.prefix_cache.add(digest, parts)
+                found.append(parts)
+        return found
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step
@@ -473,8 +513,7 @@ class Engine:
             RequestRejected: the step does not fit the session.
             PeerBusy: there is no room.
         """
-        if not session.state.rows:
-            raise RequestRejected("the session is closed")
+        session.require_present()
         state = replace(forgotten(session.state), states=None)  # the states after the step come with it
         for change in changes:
             state = changed(state, change, session.layout)

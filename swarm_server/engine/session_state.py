@@ -104,6 +104,7 @@ class Session:
     Attributes:
         reserved: the number of positions per row that the server has promised.
         adapter: the adapter that applies to all rows.
+        is_parked: whether the positions are outside the cache, so that nothing can be computed or read.
     """
 
     blocks: Span
@@ -112,6 +113,7 @@ class Session:
     reserved: int
     state: KvState = field(repr=False)
     adapter: PlacedAdapter | None = field(default=None, repr=False)
+    is_parked: bool = False
 
     @property
     def batch_size(self) -> int:
@@ -132,9 +134,15 @@ class Session:
     def keeps_outputs(self) -> bool:
         return self.layout.outputs_group is not None
 
-    def enter(self, state: KvState) -> None:
-        """Replace the state, once whatever leads to it has been computed."""
-        self.state = state
+    def enter(self, state: KvState, *, is_parked: bool = False) -> None:
+        """Replace the state, once whatever leads to it has been computed, or has left the cache."""
+        self.state, self.is_parked = state, is_parked
+
+    def require_present(self) -> None:
+        """Raise RequestRejected if the session is closed."""
+        if not self.state.rows:
+            raise RequestRejected("the session is closed")
+        assert not self.is_parked, "the session is parked"
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:

@@ -257,13 +257,22 @@ class KvRow:
 
     def crop(self, length: int, layout: PageLayout) -> KvRow | None:
         """Return the first ``length`` positions; None if a window has dropped positions that the next one looks at."""
-        removed = self.length - length
         for number, group in enumerate(layout.groups):
             first = self.length - self.kept(number)
             if group.window is not None and first > max(0, length - (group.window - 1)):
                 return None
+        return self.beginning(length)
+
+    def beginning(self, length: int) -> KvRow:
+        """Return the first ``length`` positions, as far as the groups have them."""
+        removed = self.length - length
         left = (_take(parts, 0, max(0, length_of(parts) - removed)) for parts in self.parts)
         return replace(self, length=length, parts=tuple(left))
+
+    @property
+    def without_parts(self) -> KvRow:
+        """Return a row of the same length none of whose positions is in memory."""
+        return KvRow(self.length, ((),) * len(self.parts))
 
     def slice(self, start: int, end: int) -> tuple[Parts, ...] | None:
         """Return where positions ``start`` … ``end`` are in each group; None if a window has dropped some of them."""

@@ -1,4 +1,4 @@
-"""Keys and values of a session's positions as bytes, for transfer to a session on another server."""
+"""Keys and values of positions as bytes, for transfer to another server, or out of the cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swarm_protocol.errors import RequestRejected
-from swarm_server.kv.kv_rows import KvRow, PageLayout, runs
+from swarm_server.kv.kv_rows import KvRow, PageLayout, Parts, runs
 from swarm_server.kv.row_states import States
 
 
@@ -73,6 +73,17 @@ def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states
         for slot, tensor in zip(slots, of_block, strict=True):
             data.append(_bytes(tensor[..., -slot.shape[-1] :]))
     return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
+
+
+def pack_parts(parts: Sequence[Parts]) -> torch.Tensor:
+    """Return what these parts of one row store, [bytes] uint8: for each group all its channels."""
+    data = [
+        _bytes(torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in of_group], 1))
+        for of_group in parts
+        if of_group
+        for channel in range(len(of_group[0].page.channels))
+    ]
+    return torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States | None:

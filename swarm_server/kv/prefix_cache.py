@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ import torch
 from swarm_protocol.wire.codec import as_numpy
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
+from swarm_server.kv.kv_transfer import pack_parts
+from swarm_server.kv.offload import KvOffload
 
 _PLACE = struct.Struct("=qB")  # the number of a position, and that nothing hides it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
@@ -102,9 +105,15 @@ class PrefixCache:
 
     The least recently used page is evicted first. Thread-safe, because the network's thread reclaims room too."""
 
-    def __init__(self, *, between_owners: bool = True) -> None:
-        """Start empty. ``between_owners``: whether sessions of different owners share content."""
+    def __init__(self, *, between_owners: bool = True, offload: KvOffload | None = None) -> None:
+        """Start empty.
+
+        Args:
+            between_owners: whether sessions of different owners share content.
+            offload: where the evicted pages go, from which ``offloaded`` reads them; None means that they are lost.
+        """
         self._between_owners = between_owners
+        self._offload = KvOffload() if offload is None else offload
         self._entries: OrderedDict[bytes, tuple[Parts, ...]] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -129,6 +138,16 @@ class PrefixCache:
         self.touch(digests[: len(found)])
         return found
 
+    def offloaded(self, digests: Sequence[bytes]) -> list[torch.Tensor]:
+        """Return the bytes of the evicted pages with these successive digests, up to the first that is gone."""
+        found = []
+        for digest in digests:
+            data = self._offload.read(digest)
+            if data is None:
+                break
+            found.append(data)
+        return found
+
     def add(self, digest: bytes, parts: tuple[Parts, ...]) -> None:
         """Keep a page of content. No other content may fill its positions from now on."""
         with self._lock:
@@ -150,6 +169,7 @@ class PrefixCache:
         with self._lock:
             if not self._entries:
                 return False
-            _, entry = self._entries.popitem(last=False)
+            digest, entry = self._entries.popitem(last=False)
+        self._offload.keep(digest, partial(pack_parts, entry))
         del entry  # outside the lock, because this may free the page's memory
         return True

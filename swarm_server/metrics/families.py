@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from swarm_protocol.dht.records import ServerRecord, ServerState
 from swarm_server.core.counters import Counters, Distribution
+from swarm_server.kv.offload import KvOffload
 from swarm_server.sessions.host import SessionManager
 
 PREFIX = "swarm_server_"
@@ -29,6 +30,9 @@ def counted(counters: Counters) -> Iterator[Metric]:
     )
     yield _counter(
         "sessions_opened", "Opened sessions: new ones, and replacements of others.", counters.sessions, "kind"
+    )
+    yield _counter(
+        "sessions_parked", "Times that idle sessions left the KV cache, and came back.", counters.parked, "kind"
     )
     yield _counter("moves", "Moves to other blocks.", counters.moves)
     yield _counter("daemon_restarts", "Restarts of the libp2p daemon.", counters.daemon_restarts)
@@ -71,6 +75,12 @@ def state(record: ServerRecord, sessions: SessionManager | None) -> Iterator[Met
     yield _gauge(
         "kv_free_tokens", "Free room for new sessions, in positions.", 0 if budget is None else budget.tokens_left
     )
+    offload = KvOffload() if sessions is None else sessions.services.offload
+    for name, text, sizes in (
+        ("kv_offload_bytes", "Room for keys and values outside the KV cache.", offload.capacity_bytes),
+        ("kv_offload_used_bytes", "Keys and values outside the KV cache.", offload.used_bytes),
+    ):
+        yield _gauge(name, text, [((place,), size_bytes) for place, size_bytes in sizes.items()], "place")
 
 
 def _counter(name: str, text: str, values: Mapping[str, float] | float, label: str = "") -> Metric:

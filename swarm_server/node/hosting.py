@@ -40,6 +40,7 @@ from swarm_server.group.links import GroupEnded
 from swarm_server.group.members import LoadSpan, LocalGroup, MakeLoader, load_together
 from swarm_server.group.remote import RemoteGroup
 from swarm_server.kv.kv_cache import CacheBudget, default_cache_bytes
+from swarm_server.kv.offload import KvOffload
 from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.machine.cores import CoreShare
 from swarm_server.machine.memory import available_bytes, hosted_bytes, tokens_with_scores
@@ -282,7 +283,8 @@ class SpanLoader:
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
         """Host a loaded span. For ``sharing``, see ``prefix_sharing``."""
         config, span = self._config, stack.span
-        prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all")
+        offload = self._offload()
+        prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all", offload=offload)
         engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache, kv_quant=config.kv_quant)
         if engine.ways.graphs is None:
             _logger.info("decode steps are computed by the family's own code: %s", engine.ways.refusal)
@@ -313,7 +315,7 @@ class SpanLoader:
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim_by(lambda: training.reclaim() or evict())
         services = SpanServices(
-            engine, scheduler, budget, validator, neighbours, training, adapters, counters=self._counters
+            engine, scheduler, budget, validator, neighbours, training, adapters, offload, counters=self._counters
         )
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
@@ -361,6 +363,15 @@ class SpanLoader:
             return [(span, self._devices[0])]
         sizes = [self._checkpoint.block_parameters(index) for index in span]
         return list(zip(split_span(span, sizes, list(map(available_bytes, self._devices))), self._devices, strict=True))
+
+    def _offload(self) -> KvOffload:
+        config = self._config
+        try:
+            return KvOffload(config.kv_offload_memory_bytes, config.kv_offload_disk_bytes, config.kv_offload_directory)
+        except OSError as error:
+            raise ValueError(
+                f"keys and values cannot be written to disk: {error}; --kv-offload-dir names another directory"
+            ) from None
 
     def _cache_budget(self, engine: Engine, span: Span) -> CacheBudget:
         config, token_bytes = self._config, engine.layout.token_bytes

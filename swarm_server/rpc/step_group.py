@@ -9,10 +9,10 @@ from functools import partial
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode_rows
+from swarm_server.admission.preemption import now_s
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import NextPositions, Results, SessionStep
 from swarm_server.net.arrivals import Arrivals
-from swarm_server.sessions.preemption import now_s
 from swarm_server.sessions.sessions import HostedSession, Result, StepKind, StepOutputs
 
 _logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Sessions on a server: admission, the order of their steps, and copies on other servers."""
+"""Sessions on a server: the order of their steps, copies on other servers, and time outside the cache."""

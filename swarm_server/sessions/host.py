@@ -12,10 +12,10 @@ from swarm_protocol.errors import PeerBusy, PeerMoved, RequestRejected, SessionL
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
+from swarm_server.admission.admission import Admission
+from swarm_server.admission.births import Births
+from swarm_server.admission.preemption import Claim, Preemption
 from swarm_server.net.validation import require_key, require_user
-from swarm_server.sessions.admission import Admission
-from swarm_server.sessions.births import Births
-from swarm_server.sessions.preemption import Claim, Preemption
 from swarm_server.sessions.services import SpanServices
 from swarm_server.sessions.sessions import HostedSession, Reply
 
@@ -162,6 +162,7 @@ class SessionManager:
         await self._wait_until_empty(_END_TIMEOUT_S)
         self.services.adapters.close()
         self.services.training.close()
+        await asyncio.to_thread(self.services.offload.close)
 
     async def _wait_until_empty(self, timeout_s: float) -> None:
         clock = asyncio.get_running_loop().time

@@ -10,6 +10,7 @@ from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.kv.offload import KvOffload
 from swarm_server.net.neighbours import Neighbours
 from swarm_server.net.validation import RequestValidator
 from swarm_server.training.gradient_sums import GradientSums
@@ -23,6 +24,7 @@ class SpanServices:
     Attributes:
         engine: the engine, which is called only on the thread of ``scheduler``.
         neighbours: the connections to other servers, which stay open when the server moves to other blocks.
+        offload: the room for keys and values outside the cache.
         placing: the lock that is held while an adapter is read, because reading takes twice the adapter's size.
     """
 
@@ -33,6 +35,7 @@ class SpanServices:
     neighbours: Neighbours
     training: TrainingMemory
     adapters: AdapterStore = field(default_factory=AdapterStore)
+    offload: KvOffload = field(default_factory=KvOffload)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     counters: Counters = field(default_factory=Counters)
 

@@ -31,11 +31,12 @@ from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import number_of, status_of
+from swarm_server.admission.preemption import Claim, Preemption, now_s
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import Crop, HistoryChange, Outcome, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
-from swarm_server.sessions.preemption import Claim, Preemption, now_s
+from swarm_server.sessions.parking import Parking
 from swarm_server.sessions.replicator import Replicator
 from swarm_server.sessions.services import SpanServices
 
@@ -162,6 +163,9 @@ class HostedSession:
         self._routed.set()
         self._last_time = now_s()
         self._copier: Replicator | None = None
+        self._parking = Parking(services, session, claim)
+        if services.offload.has_room:
+            claim.park_by(self.park)
         self._rest: asyncio.Task[bool] | None = None  # ends a step that began without a task
         self._is_bundled = bool(request.bundle_key)
         self._row_shape = [1, 1, services.validator.hidden_size]  # of one position's hidden states
@@ -292,7 +296,7 @@ class HostedSession:
     @property
     def is_idle(self) -> bool:
         """Return whether the session could begin a step now."""
-        return not (self.claim.closed or self._turn.locked()) and self._routed.is_set()
+        return not (self.claim.closed or self._turn.locked() or self.session.is_parked) and self._routed.is_set()
 
     def begin(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
         """Begin a step like ``step``, but without a task. A task would take as long as all else that is done here.
@@ -430,6 +434,8 @@ class HostedSession:
     async def _try_to_compute(self, request: pb.Step, payload: torch.Tensor) -> torch.Tensor | None:
         if self.closed:  # it ended while it waited for room, and must not get a promise any more
             raise RequestRejected("the session is closed")
+        if self.session.is_parked:
+            await self._parking.resume()
         if request.HasField("stored"):
             changes = self._applicable(request)
             self._require_room(request.start_position, request.stored.num_tokens, changes)
@@ -455,11 +461,29 @@ class HostedSession:
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
         await self._reply.send([pb.SessionReply(failure=failure)])
 
+    async def park(self) -> bool:
+        """Take the session out of the cache until its next step, if it is idle; return whether it has left."""
+        if not self.is_idle or self._copier is not None or not acquired_at_once(self._turn):
+            return False
+        last_time = self._last_time
+
+        def is_idle() -> bool:
+            is_wanted = self.closed or self._copier is not None or not self._routed.is_set()
+            return self._last_time == last_time and not is_wanted
+
+        try:
+            return await self._parking.park(is_idle)
+        except PeerBusy:  # the server ends
+            return False
+        finally:
+            self._turn.release()
+
     async def close(self) -> None:
         """Stop computing and sending; the session's stored data stays until the engine closes it."""
         self.claim.close()
         self._services.scheduler.forget(self.session)
         self._routed.set()
+        await self._parking.close()
         if self._copier is not None:
             await self._copier.close()
         if self._pusher is not None:
@@ -623,6 +647,7 @@ class HostedSession:
 
     async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
         engine = self._services.engine
+        await self._preemption.with_room(self.claim, self._parking.resume)
         for step in resend:
             start, end = step.start_position, step.start_position + step.hidden.shape[1]
             read = partial(engine.outputs, self.session, start, end)
@@ -644,6 +669,7 @@ class HostedSession:
         if self._copier is not None:
             await self._copier.close()
         self._copier = Replicator(self._services, self.session, to)
+        await self._preemption.with_room(self.claim, self._parking.resume)
         await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress
 

@@ -13,8 +13,8 @@ from swarm_client.core import background
 from swarm_client.transport.hops import HopSession
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.admission.preemption import Claim, Preemption
 from swarm_server.engine.engine import Engine
-from swarm_server.sessions.preemption import Claim, Preemption
 from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
 from tests.swarm.waiting import wait_for
 

@@ -94,7 +94,7 @@ LAYERS = {  # from the top: a room imports from those below it only
         ["rpc"],
         ["verification"],
         ["sessions"],
-        ["engine"],
+        ["engine", "admission"],
         ["training", "gpu", "queueing"],
         ["graph"],
         ["adapters"],

@@ -124,6 +124,7 @@ class ToySession:
     lease: Lease
     reserved: int
     layout: ToyLayout = field(default_factory=ToyLayout)
+    is_parked: bool = False
 
     @property
     def length(self) -> int:

@@ -10,8 +10,8 @@ from math import inf
 
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller, Shares
+from swarm_server.admission.pressure import FairShares, Held, Need
 from swarm_server.kv.kv_cache import CacheBudget, Lease, NoRoom
-from swarm_server.sessions.pressure import FairShares, Held, Need
 
 _MOMENT_S = 1e-3
 _MAX_WAITING = 1024

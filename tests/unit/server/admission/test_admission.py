@@ -11,8 +11,8 @@ import pytest
 
 from swarm_protocol.errors import PeerBusy, PeerMoved
 from swarm_protocol.net.shares import Caller
+from swarm_server.admission.admission import Admission, AdmittedSession, Applicant, RoomQueue, choose_victims
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.sessions.admission import Admission, AdmittedSession, Applicant, RoomQueue, choose_victims
 from tests.worlds.virtual_time import run_virtually
 
 

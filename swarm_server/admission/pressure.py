@@ -1,4 +1,4 @@
-"""The choice of sessions that give room back: those that promised much, use little, or exceed their fair share."""
+"""The choice of sessions that give room back: those that promised much, are idle, use little, or exceed their share."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class Tenant:
         charged_bytes: the bytes charged to the session; ``held_bytes`` of them are memory, ``used_bytes`` have content.
         idle_s: the time since the session was admitted, or since its last step; 0 while a step is computed.
         has_begun: whether the session has had a step.
+        can_park: whether the session's keys and values may leave the cache until its next step.
     """
 
     client: Caller
@@ -72,6 +73,7 @@ class Tenant:
     used_bytes: int
     idle_s: float
     has_begun: bool
+    can_park: bool = False
 
     @property
     def keeps_unused(self) -> bool:
@@ -96,35 +98,52 @@ class Need:
 
 @dataclass(frozen=True)
 class Relief:
-    """The sessions whose promises shrink to what they hold, and the sessions that are preempted."""
+    """The sessions whose promises shrink to what they hold, those that are parked, and those that are preempted."""
 
     shrunk: list[Tenant] = field(default_factory=list)
+    parked: list[Tenant] = field(default_factory=list)
     preempted: list[Tenant] = field(default_factory=list)
 
 
 def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
     """Return what the sessions of other clients must give back for the session that waits.
 
-    Unused promises are always given back. Sessions are preempted only if that frees enough, and only if the waiting
-    session stays within its share. Sessions of the same client give nothing: the client itself can end them.
+    Unused promises are always given back. Idle sessions are parked if that frees enough, also those of the same client.
+    Sessions are preempted only if that frees enough, and only if the waiting session stays within its share; those of
+    the same client are not: the client itself can end them.
     """
     others = [tenant for tenant in tenants if tenant.client.peer_id != need.client.peer_id]
     if not need.missing_bytes:
         return Relief(preempted=_place(need, others))
     shrunk, missing = _unused_promises(need.missing_bytes, others)
+    parked = parkable(missing, tenants) if missing > 0 else []
+    missing -= sum(tenant.held_bytes for tenant in parked)
+    if missing <= 0:
+        return Relief(shrunk, parked)
     held = Held()
     for tenant in tenants:
         held.add(tenant.client, tenant.charged_bytes)
     held.add(need.client, need.size_bytes)
-    if missing <= 0 or shares.exceeds(need.client, held):
+    if shares.exceeds(need.client, held):
         return Relief(shrunk)
+    others = [tenant for tenant in others if tenant not in parked]
     preempted, missing = _wasteful(missing, others)
     if missing > 0 and need.waited_s >= TURN_S:
         left = [tenant for tenant in others if tenant not in preempted]
         more = _those_with_more(missing, left, held, shares)
         preempted += more
         missing -= sum(tenant.held_bytes for tenant in more)
-    return Relief(shrunk, preempted) if missing <= 0 else Relief(shrunk)
+    return Relief(shrunk, parked, preempted) if missing <= 0 else Relief(shrunk)
+
+
+def parkable(missing: int, tenants: Iterable[Tenant]) -> list[Tenant]:
+    """Return the sessions that have been idle for longest and may leave the cache, until no more bytes are missing."""
+    chosen = []
+    for tenant in sorted(tenants, key=lambda tenant: tenant.idle_s, reverse=True):
+        if missing > 0 and tenant.can_park and tenant.held_bytes and tenant.idle_s >= IDLE_S:
+            chosen.append(tenant)
+            missing -= tenant.held_bytes
+    return chosen
 
 
 def _unused_promises(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int]:

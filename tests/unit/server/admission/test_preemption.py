@@ -10,9 +10,10 @@ import pytest
 
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller
+from swarm_server.admission.admission import Admission
+from swarm_server.admission.preemption import Claim, Preemption
+from swarm_server.admission.pressure import IDLE_S
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
-from swarm_server.sessions.admission import Admission
-from swarm_server.sessions.preemption import Claim, Preemption
 from tests.worlds.virtual_time import run_virtually
 
 ANNA, BERT = Caller("anna"), Caller("bert")
@@ -166,3 +167,68 @@ def test_room_that_is_used_goes_to_others_when_they_have_waited() -> None:
 
 class Memory:
     """Somebody's keys and values."""
+
+
+class Idle:
+    """A session that gives its room back when it is parked, after a moment; ``leaves``: whether it can be."""
+
+    def __init__(self, claim: Claim, leaves: bool) -> None:
+        self.claim, self.leaves = claim, leaves
+        self.num_parked = 0
+        claim.park_by(self.park)
+        self.memory: Memory | None = Memory()
+        claim.lease.take(claim.lease.charged, self.memory)
+        claim.begin()
+        claim.end(lambda: claim.lease.held, asyncio.get_running_loop().time())
+
+    async def park(self) -> bool:
+        self.num_parked += 1
+        await asyncio.sleep(0.5)
+        if self.leaves:
+            self.memory = None
+            self.claim.lease.close()
+        return self.leaves
+
+
+async def idle_room(*sizes: int, leaves: bool = True, client: Caller = ANNA) -> tuple[Room, list[Idle]]:
+    room = Room()
+    sessions = [Idle(await room.enter(float(number), size, client), leaves) for number, size in enumerate(sizes)]
+    await asyncio.sleep(IDLE_S)
+    return room, sessions
+
+
+async def test_idle_sessions_are_parked_for_one_that_grows_and_nobody_is_preempted() -> None:
+    room, sessions = await idle_room(30, 30)
+    young = await room.enter(9.0, 30, BERT)
+    assert await room.grow(young, 60) == 60, "older sessions give way, too, since they lose nothing"
+    assert [idle.num_parked for idle in sessions] == [1, 0]
+    assert not any(claim.is_preempted for claim in room.preemption._claims)
+
+
+async def test_idle_sessions_are_parked_for_one_that_waits_also_those_of_the_same_client() -> None:
+    room, sessions = await idle_room(40, 40)
+    await room.enter(9.0, 60, ANNA, wait_s=5.0)
+    assert [idle.num_parked for idle in sessions] == [1, 0]
+
+
+async def test_who_cannot_be_parked_is_not_asked_again_before_its_next_step() -> None:
+    room, (idle,) = await idle_room(60, leaves=False)
+    with pytest.raises(PeerBusy):
+        await room.enter(9.0, 60, ANNA, wait_s=5.0)
+    assert idle.num_parked == 1
+    idle.claim.begin()
+    idle.claim.end(lambda: 60, asyncio.get_running_loop().time())
+    await asyncio.sleep(IDLE_S)
+    with pytest.raises(PeerBusy):
+        await room.enter(9.0, 60, ANNA, wait_s=5.0)
+    assert idle.num_parked == 2
+
+
+async def test_nobody_is_parked_in_vain() -> None:
+    """The rest is not idle, and belongs to older sessions."""
+    room, sessions = await idle_room(20, 20)
+    await room.enter(0.5, 40, ANNA)
+    young = await room.enter(9.0, 20, BERT)
+    with pytest.raises(NoRoom):
+        await room.grow(young, 70)
+    assert not any(idle.num_parked for idle in sessions)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from swarm_server.sessions.births import Births
+from swarm_server.admission.births import Births
 
 
 def test_sessions_of_a_burst_are_in_the_order_in_which_their_client_asked() -> None:

@@ -1,4 +1,4 @@
-"""Preemption of the youngest sessions, so that an older session can grow."""
+"""Room for an older session that grows: idle sessions are parked, and the youngest are preempted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from swarm_protocol.net.shares import Caller
+from swarm_server.admission.admission import Admission, AdmittedSession, choose_victims
+from swarm_server.admission.pressure import Held, Need, Tenant, juniors_last, parkable, relief
 from swarm_server.kv.kv_cache import Lease, NoRoom
-from swarm_server.sessions.admission import Admission, AdmittedSession, choose_victims
-from swarm_server.sessions.pressure import Held, Need, Tenant, juniors_last, relief
 
 T = TypeVar("T")
 
@@ -41,6 +41,22 @@ class Claim:
         self._has_begun = False
         self._used_bytes: Callable[[], int] = lambda: 0
         self._last_s = now_s()  # when it was admitted, or last used
+        self._park: Callable[[], Awaitable[bool]] | None = None
+        self._parking: asyncio.Future[bool] | None = None
+
+    def park_by(self, park: Callable[[], Awaitable[bool]]) -> None:
+        """Let the session leave the cache by ``park`` from now on, which returns whether it has left."""
+        self._park = park
+
+    def park(self) -> None:
+        """Begin to park the session. If that is not possible, it is not tried again before the session's next step."""
+        assert self._park is not None
+        self._parking = asyncio.ensure_future(self._park())
+
+    @property
+    def is_giving_room(self) -> bool:
+        """Return whether the session is about to leave the cache, or to be ended."""
+        return self.is_preempted or (self._parking is not None and not self._parking.done())
 
     def heard(self) -> None:
         """Note that a message has come for the session."""
@@ -54,11 +70,13 @@ class Claim:
         """End at ``time_s`` what ``begin`` began. ``used_bytes`` returns the bytes with content, also later."""
         self._is_computing = False
         self._has_begun, self._used_bytes, self._last_s = True, used_bytes, time_s
+        self._parking = None
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
-        return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun)
+        can_park = self._park is not None and self._parking is None and self._has_begun and not self.closed
+        return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun, can_park)
 
     def shrink(self) -> None:
         """Give back the promised room that the session does not hold, because other sessions wait for it."""
@@ -97,7 +115,7 @@ class Preemption:
         self._claims.remove(claim)
 
     async def with_room(self, claim: Claim, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``work``; on NoRoom, preempt younger sessions and try again.
+        """Return the result of ``work``; on NoRoom, park idle sessions or preempt younger ones, and try again.
 
         Raises:
             NoRoom: the session itself is preempted; its client may ask for room again.
@@ -115,10 +133,10 @@ class Preemption:
                     shortage = error
 
     async def _make_room(self, claim: Claim, shortage: NoRoom) -> None:
-        """Preempt the youngest sessions so that this one can grow. Raise the shortage if that would not suffice."""
+        """Let other sessions give room so that this one can grow. Raise the shortage if that would not suffice."""
         if claim.is_preempted or claim.closed:
             raise shortage
-        if not any(other.is_preempted for other in self._claims):
+        if not any(other.is_giving_room for other in self._claims) and not self._park_for(claim, shortage):
             seniority = juniors_last(self._admission.shares, self._held(), claim.client, shortage.missing_bytes)
             others = {
                 AdmittedSession(seniority(other.client, other.seniority), other.lease.charged): other
@@ -132,6 +150,17 @@ class Preemption:
                 others[victim].preempt()
         await self._admission.until_something_changes()
 
+    def _park_for(self, claim: Claim, shortage: NoRoom) -> bool:
+        """Park the sessions that are idle for longest; return False, and park none, if that would not suffice."""
+        tenants = {other: other.as_tenant() for other in self._claims if other is not claim}
+        chosen = parkable(shortage.missing_bytes, tenants.values())
+        if sum(tenant.held_bytes for tenant in chosen) < shortage.missing_bytes:
+            return False
+        for other, tenant in tenants.items():
+            if tenant in chosen:
+                other.park()
+        return True
+
     def _held(self) -> Held:
         """Return the bytes that are charged to each client and address."""
         held = Held()
@@ -140,13 +169,15 @@ class Preemption:
         return held
 
     def _relieve(self, need: Need) -> None:
-        """Make sessions give room back for the one that waits, unless earlier preemptions are still under way."""
-        if any(claim.is_preempted for claim in self._claims):
+        """Make sessions give room back for the one that waits, unless some are still about to."""
+        if any(claim.is_giving_room for claim in self._claims):
             return
         claims = {id(tenant): (claim, tenant) for claim in self._claims for tenant in [claim.as_tenant()]}
         found = relief(need, [tenant for _, tenant in claims.values()], self._admission.shares)
         for tenant in found.shrunk:
             claims[id(tenant)][0].shrink()
+        for tenant in found.parked:
+            claims[id(tenant)][0].park()
         for tenant in found.preempted:
             claims[id(tenant)][0].preempt()
 

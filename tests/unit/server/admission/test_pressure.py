@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarm_protocol.net.shares import Caller
-from swarm_server.sessions.pressure import IDLE_S, TURN_S, UNUSED_S, FairShares, Held, Need, Tenant, relief
+from swarm_server.admission.pressure import IDLE_S, TURN_S, UNUSED_S, FairShares, Held, Need, Tenant, relief
 
 ANNA, BERT, CARL = map(Caller, ("anna", "bert", "carl"))
 LONG_S = 100.0

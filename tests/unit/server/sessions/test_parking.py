@@ -1,0 +1,236 @@
+"""A session that leaves the cache and comes back goes on as if it had stayed, whatever its blocks store."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_protocol.net.shares import Caller
+from swarm_protocol.wire.constants import PAGE_TOKENS
+from swarm_server.admission.preemption import Claim
+from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.core.counters import Counters
+from swarm_server.engine.engine import Engine
+from swarm_server.engine.session_state import Crop, RecordPast, Reorder
+from swarm_server.kv.kv_cache import CacheBudget, NoRoom
+from swarm_server.kv.offload import CHUNK_BYTES, KvOffload
+from swarm_server.kv.prefix_cache import PrefixCache
+from swarm_server.sessions.parking import Parking
+from tests.families import UNLIKE
+from tests.marks import always
+from tests.unit.server.engine.test_engine import HOSTED, KINDS, PLENTY, Generation, advance
+from tests.zoo import HIDDEN, save_checkpoint
+
+LENGTH = 3 * PAGE_TOKENS + 5
+
+
+@pytest.fixture(scope="module")
+def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BlockStack]:
+    @functools.cache
+    def load(name: str) -> BlockStack:
+        directory = tmp_path_factory.mktemp(name)
+        save_checkpoint(name, directory)
+        return load_blocks(ModelCheckpoint.open(directory), HOSTED)
+
+    return load
+
+
+class Server:
+    """An engine, its budget, and room outside of it."""
+
+    def __init__(self, stack: BlockStack, offload: KvOffload | None = None, **options) -> None:
+        self.offload = KvOffload(1 << 30) if offload is None else offload
+        self.prefix_cache = PrefixCache(offload=self.offload)
+        self.engine = Engine(stack, prefix_cache=self.prefix_cache, **options)
+        self.budget = CacheBudget(PLENTY, 1)
+        self.budget.reclaim_by(self.prefix_cache.reclaim)
+        self.counters = Counters()
+        self.scheduler = self
+
+    def positions(self) -> dict[str, int]:
+        """What was done with positions since the last call."""
+        positions = self.engine.counters.positions
+        found = {kind: count for kind, count in positions.items() if count}
+        positions.clear()
+        return found
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def forget_prefixes(self) -> None:
+        """Evict every page, as if others had needed all the room."""
+        while self.prefix_cache.reclaim():
+            pass
+
+    def parking(self, generation: Generation) -> Parking:
+        services: Any = self
+        session = generation.session
+        return Parking(services, session, Claim(session.lease, (0.0, 0), Caller("anna")))
+
+
+async def park(server: Server, parking: Parking, generation: Generation) -> None:
+    """Park the session, and see that it takes no room."""
+    assert await parking.park(lambda: True)
+    server.forget_prefixes()
+    assert generation.session.is_parked and generation.session.lease.charged == 0
+
+
+@pytest.mark.parametrize("keeps_outputs", [True, False])
+@pytest.mark.parametrize("family", always(*KINDS, among=UNLIKE))
+async def test_the_session_goes_on(stack_of, family: str, keeps_outputs: bool) -> None:
+    server = Server(stack_of(family))
+    options = {"batch_size": 2, "padded": 3} if keeps_outputs else {}
+    generation = Generation.open(server.engine, server.budget, keeps_outputs=keeps_outputs, **options)
+    advance(server.engine, [generation], LENGTH)
+    advance(server.engine, [generation], 1)
+    parking = server.parking(generation)
+    for num_tokens in (1, PAGE_TOKENS + 3, 1):
+        await park(server, parking, generation)
+        await parking.resume()
+        server.positions()
+        advance(server.engine, [generation], num_tokens)
+        kind = "decode" if num_tokens == 1 else "prefill"
+        assert server.positions()[kind] == generation.session.batch_size * num_tokens
+    if keeps_outputs:
+        generation.check(server.engine.outputs(generation.session, 0, generation.session.length))
+    assert server.counters.parked == {"parked": 3, "resumed": 3}
+    await parking.close()
+    server.engine.close(generation.session)
+    server.forget_prefixes()
+    assert server.budget.bytes_left == PLENTY
+
+
+async def test_int8_keys_and_values_come_back_as_they_were(stack_of) -> None:
+    parked, stayed = Server(stack_of("llama"), kv_quant="int8"), Server(stack_of("llama"), kv_quant="int8")
+    outputs = []
+    for server in (parked, stayed):
+        generation = Generation.open(server.engine, server.budget)
+        server.engine.run([(generation.session, generation.step(LENGTH))])
+        if server is parked:
+            parking = server.parking(generation)
+            await park(server, parking, generation)
+            await parking.resume()
+        outputs.append(server.engine.run([(generation.session, generation.step(1))])[0])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "lfm2", "qwen3_next"])
+async def test_the_last_step_can_be_taken_back_afterwards(stack_of, family: str) -> None:
+    server = Server(stack_of(family))
+    generation = Generation.open(server.engine, server.budget, records_past=True)
+    advance(server.engine, [generation], LENGTH)
+    advance(server.engine, [generation], 1, RecordPast())
+    advance(server.engine, [generation], 1)
+    parking = server.parking(generation)
+    await park(server, parking, generation)
+    await parking.resume()
+    advance(server.engine, [generation], 1, Crop(LENGTH + 1))
+
+
+async def test_pages_of_a_prompt_that_others_have_sent_stay_shared(stack_of) -> None:
+    """They are read back once, and found by a third session."""
+    server = Server(stack_of("llama"))
+    prompt = torch.randn(1, LENGTH, HIDDEN)
+    first = Generation.open(server.engine, server.budget)
+    server.engine.run([(first.session, first.step(0, hidden=prompt))])
+    parking = server.parking(first)
+    await park(server, parking, first)
+    used = server.offload.used_bytes["memory"]
+    await parking.resume()
+    pages_bytes = 3 * PAGE_TOKENS * first.session.layout.size_bytes(1)
+    assert server.offload.used_bytes["memory"] == pages_bytes < used, "what nobody else can use is gone"
+    third = Generation.open(server.engine, server.budget, seed=3)
+    server.positions()
+    (output,) = server.engine.run([(third.session, third.step(0, hidden=prompt, num_wanted=1))])
+    third.check(output, 1)
+    assert server.positions() == {"prefill": 5, "reused": LENGTH - 5}
+
+
+async def test_evicted_pages_are_read_back_instead_of_computed(stack_of, tmp_path: Path) -> None:
+    offload = KvOffload(0, 64 * CHUNK_BYTES, tmp_path)
+    server = Server(stack_of("mistral-sliding"), offload)
+    prompt = torch.randn(1, LENGTH, HIDDEN)
+    server.positions()
+    for expected in ({"prefill": LENGTH}, {"prefill": 5, "reused": LENGTH - 5}, {"prefill": 5, "reused": LENGTH - 5}):
+        generation = Generation.open(server.engine, server.budget)
+        (output,) = server.engine.run([(generation.session, generation.step(0, hidden=prompt, num_wanted=1))])
+        generation.check(output, 1)
+        assert server.positions() == expected
+        advance(server.engine, [generation], 1)
+        server.positions()
+        server.engine.close(generation.session)
+        server.forget_prefixes()
+    offload.close()
+
+
+async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
+    """It would need more room when it came back than it gives."""
+    server = Server(stack_of("llama"))
+    beams = Generation.open(server.engine, server.budget)
+    advance(server.engine, [beams], LENGTH)
+    advance(server.engine, [beams], 1, Reorder((0, 0, 0)))
+    assert not await server.parking(beams).park(lambda: True)
+    advance(server.engine, [beams], 1)
+
+
+@pytest.mark.parametrize("num_pieces", range(3))
+async def test_a_session_that_is_wanted_meanwhile_stays(stack_of, monkeypatch, num_pieces: int) -> None:
+    monkeypatch.setattr("swarm_server.sessions.parking._PIECES_AT_ONCE", 1)
+    server = Server(stack_of("llama"))
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    answers = iter([True] * num_pieces + [False])
+    assert not await server.parking(generation).park(lambda: next(answers))
+    assert not generation.session.is_parked
+    advance(server.engine, [generation], 1)
+    server.offload.keep(b"other", lambda: torch.empty(1 << 30, dtype=torch.uint8))
+    assert b"other" in server.offload, "nothing is held any more"
+
+
+async def test_a_session_for_which_there_is_no_room_outside_stays(stack_of) -> None:
+    server = Server(stack_of("llama"), KvOffload(1000))
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    assert not await server.parking(generation).park(lambda: True)
+    advance(server.engine, [generation], 1)
+    assert server.offload.used_bytes["memory"] <= 1000
+
+
+async def test_without_room_in_the_cache_it_stays_parked(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    parking = server.parking(generation)
+    await park(server, parking, generation)
+    lease = server.budget.lease("other", PLENTY - generation.session.layout.size_bytes(LENGTH) + 1)
+    with pytest.raises(NoRoom):
+        await parking.resume()
+    assert generation.session.is_parked
+    lease.close()
+    await parking.resume()
+    advance(server.engine, [generation], 1)
+
+
+async def test_what_cannot_be_read_back_ends_the_session(stack_of, tmp_path: Path, monkeypatch) -> None:
+    offload = KvOffload(0, 64 * CHUNK_BYTES, tmp_path)
+    server = Server(stack_of("llama"), offload)
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    parking = server.parking(generation)
+    await park(server, parking, generation)
+
+    def read(*_args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(offload._file, "read", read)
+    with pytest.raises(NoRoom, match="could not be read back"):
+        await parking.resume()
+    assert parking._claim.is_preempted
+    await parking.close()
+    offload.close()
