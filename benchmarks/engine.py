@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,7 @@ HOP_MODEL, HOP_CHAINS, HOP_TOKENS = "bench-tiny", (1, 2, 4), 64
 HOP_QUANT = "int8"  # whose decode steps are programs
 CROWD_MODEL, CROWD_S = "bench-thin", 10.0  # its blocks cost next to nothing
 THREADS_MODEL, THREADS = "bench-mid", 8
+PARKED, IDLE_S = 1024, 6.0  # positions of a chat, and how long it must be idle until it may leave the cache
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ GOALS = {
     "crowd-64": Goal("64 sessions, hidden 64", "steps/s", 20_000.0, by_ratio=False),
     "crowd-256": Goal("256 sessions, hidden 64", "steps/s", 18_000.0, by_ratio=False),
     "chat": Goal("first token, second chat turn, beside cold", "s", 0.3, at_most=True),
+    "parked": Goal(f"first token, next turn of a parked chat of {PARKED}, beside cold", "s", 0.3, at_most=True),
     "prefix": Goal(f"first token, shared prefix {PREFIX}, beside cold", "s", 0.3, at_most=True),
 }
 
@@ -163,10 +166,13 @@ def cold(model: PreTrainedModel, num_tokens: int) -> float:
     return first_token_s(model, random_ids(num_tokens))
 
 
-def second_turn(model: PreTrainedModel) -> float:
-    """A prompt and its answer have been there; a question follows."""
+def second_turn(
+    model: PreTrainedModel, length: int = PREFIX, meanwhile: Callable[[PreTrainedModel], object] = lambda model: None
+) -> float:
+    """A prompt of this length and its answer have been there; a question follows."""
     cache = DynamicCache()
-    talk = generate(model, random_ids(PREFIX), ANSWER, past_key_values=cache)
+    talk = generate(model, random_ids(length), ANSWER, past_key_values=cache)
+    meanwhile(model)
     return first_token_s(model, torch.cat([talk, random_ids(QUESTION).to(talk.device)], 1), past_key_values=cache)
 
 
@@ -308,6 +314,24 @@ def crowd_rows(args: argparse.Namespace) -> Iterator[Row]:
         yield Row(f"{name} rows", f"{num_rows} sessions: rows of a batch", "rows", seen.rows_per_batch)
 
 
+def parked_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """A chat in a cache with room for one: it goes to disk while it is idle and another chat comes, and returns."""
+    path = make_model(args.model, args.models)
+    room = PARKED + 2 * ANSWER + QUESTION + 64
+
+    def other_chat(model: PreTrainedModel) -> None:
+        time.sleep(IDLE_S)
+        first_token_s(model, random_ids(PARKED))
+
+    options = "--cache-tokens", str(room), "--kv-offload-disk", "8GiB", "--device", args.device
+    with fleet(path, args.servers, "int8", *options) as servers, servers.client("int8") as model:
+        stayed = partial(second_turn, model, PARKED)
+        parked = partial(second_turn, model, PARKED, other_chat)
+        generate(model, random_ids(PARKED), 1)  # warm-up
+        contestants = ("", parked), ("which stayed", stayed)
+        yield from compared("parked", args.rounds, partial(cold, model, PARKED), *contestants)
+
+
 def group_rows(args: argparse.Namespace) -> Iterator[Row]:
     """A server of two processes, which compute each block together, beside two servers with half of the blocks each.
 
@@ -338,7 +362,13 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def run(args: argparse.Namespace) -> Iterator[Row]:
     path = make_model(args.model, args.models)
     options = "--cache-tokens", str(CACHE_TOKENS), "--device", args.device
-    own_models = {"hop": hop_rows, "threads": thread_rows, "crowd": crowd_rows, "group": group_rows}
+    own_models = {
+        "hop": hop_rows,
+        "threads": thread_rows,
+        "crowd": crowd_rows,
+        "group": group_rows,
+        "parked": parked_rows,
+    }
     names = [name for name in args.only if name.split("-")[0] not in own_models]
     quants = {name: {"fp32": "none", "int4": "int4"}.get(name[-4:], "int8") for name in names}
     for quant, rows in (("int8", int8_rows), ("int4", int4_rows), ("none", fp32_rows)):

@@ -450,13 +450,15 @@ def _best_room(group: KvGroup, kept: int, reserved: int) -> int:
 
 
 def _page(group: KvGroup, num_rows: int, least: int, best: int, lease: Lease) -> Page:
-    """Return a page for ``best`` positions, or for ``least`` positions if there is no room for ``best``."""
-    try:
-        return Page(group, num_rows, max(best, least), lease)
-    except PeerBusy:
-        if best <= least:
-            raise
-    return Page(group, num_rows, least, lease)
+    """Return a page for ``best`` positions, or half as many, and so on, for which there is room; at least ``least``."""
+    room = max(best, least)
+    while True:
+        try:
+            return Page(group, num_rows, room, lease)
+        except PeerBusy:
+            if room == least:
+                raise
+        room = max(room // 2, least)
 
 
 def _compacted(

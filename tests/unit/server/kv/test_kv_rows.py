@@ -111,6 +111,14 @@ def test_growth_beyond_the_promise_makes_do_with_the_room_there_is() -> None:
     assert rows[0].length == 10
 
 
+def test_a_row_takes_half_of_the_room_that_it_would_like_before_it_grows_by_single_positions() -> None:
+    layout = LAYOUTS["full"]
+    lease = CacheBudget(layout.size_bytes(1100), 1).lease("anna")
+    rows = grown((KvRow.empty(layout),), 1000, lease, layout)
+    rows = grown(rows, 1, lease, layout)  # it would like 250
+    assert [page.capacity for page in pages(rows)[0]] == [1000, 62]
+
+
 def test_rows_that_find_no_room_are_as_they_were() -> None:
     """Whatever they had gained in some groups before another had no room."""
     layout = LAYOUTS["mixed"]
