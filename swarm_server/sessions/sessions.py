@@ -34,6 +34,7 @@ from swarm_protocol.wire.status import number_of, status_of
 from swarm_server.admission.preemption import Claim, Preemption, now_s
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import Crop, HistoryChange, Outcome, RecordPast, Reorder, Session, SessionStep
+from swarm_server.kv.kv_cache import NoRoom
 from swarm_server.kv.kv_transfer import Stored
 from swarm_server.net.push import Pusher
 from swarm_server.sessions.parking import Parking
@@ -647,7 +648,11 @@ class HostedSession:
 
     async def _resend(self, pusher: Pusher, resend: Sequence[pb.Step]) -> None:
         engine = self._services.engine
-        await self._preemption.with_room(self.claim, self._parking.resume)
+        try:
+            await self._preemption.with_room(self.claim, self._parking.resume)
+        except NoRoom:
+            self.claim.preempt()
+            return
         for step in resend:
             start, end = step.start_position, step.start_position + step.hidden.shape[1]
             read = partial(engine.outputs, self.session, start, end)
@@ -664,12 +669,13 @@ class HostedSession:
 
         Raises:
             RequestRejected: ``to`` is not a session's address. PeerUnavailable: the other server cannot be reached.
+            NoRoom: the session is parked, and there is no room for it to come back.
         """
         self._services.validator.next_hop(to)
         if self._copier is not None:
             await self._copier.close()
-        self._copier = Replicator(self._services, self.session, to)
         await self._preemption.with_room(self.claim, self._parking.resume)
+        self._copier = Replicator(self._services, self.session, to)
         await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress
 
