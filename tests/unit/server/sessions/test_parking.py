@@ -24,6 +24,8 @@ from swarm_server.kv.prefix_cache import PrefixCache
 from swarm_server.sessions.parking import Parking
 from tests.families import UNLIKE
 from tests.marks import always
+from tests.simulated_devices import SimulatedDevices
+from tests.unit.server.engine.test_devices import PLACEMENTS, split
 from tests.unit.server.engine.test_engine import HOSTED, KINDS, PLENTY, Generation, advance
 from tests.zoo import HIDDEN, save_checkpoint
 
@@ -104,6 +106,20 @@ async def test_the_session_goes_on(stack_of, family: str, keeps_outputs: bool) -
     server.engine.close(generation.session)
     server.forget_prefixes()
     assert server.budget.bytes_left == PLENTY
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+async def test_blocks_on_accelerators(tmp_path: Path, family: str) -> None:
+    """What leaves them lies on the CPU, and each channel returns to its device."""
+    save_checkpoint(family, tmp_path)
+    with SimulatedDevices():
+        server = Server(split(tmp_path, PLACEMENTS["accelerators"]))
+        generation = Generation.open(server.engine, server.budget)
+        advance(server.engine, [generation], LENGTH)
+        parking = server.parking(generation)
+        await park(server, parking, generation)
+        await parking.resume()
+        advance(server.engine, [generation], 1)
 
 
 async def test_int8_keys_and_values_come_back_as_they_were(stack_of) -> None:
