@@ -143,8 +143,16 @@ class ServerConfig:
                 if value is not None and value < least:
                     raise ValueError(f"{name} is {value}: expected at least {least}")
         self._require_at_most_one("blocks", "initial_blocks", "num_blocks", "memory_bytes")
-        if self.kv_offload_directory is not None and not self.kv_offload_disk_bytes:
+        self._check_kv_offload()
+
+    def _check_kv_offload(self) -> None:
+        directory = self.kv_offload_directory
+        if directory is None:
+            return
+        if not self.kv_offload_disk_bytes:
             raise ValueError("kv_offload_directory is given without kv_offload_disk_bytes: expected both, or neither")
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"kv_offload_directory {directory} is a file: expected a directory")
 
     def _require_at_most_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]

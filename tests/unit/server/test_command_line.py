@@ -104,6 +104,17 @@ def test_room_for_keys_and_values_may_be_given_as_memory() -> None:
     assert config("--cache-memory", "1.5GiB") == ServerConfig(cache_bytes=3 << 29)
 
 
+def test_room_outside_the_cache(tmp_path: Path) -> None:
+    read = config("--kv-offload-memory", "1GiB", "--kv-offload-disk", "2GiB", "--kv-offload-dir", str(tmp_path))
+    sizes = {"kv_offload_memory_bytes": 1 << 30, "kv_offload_disk_bytes": 2 << 30}
+    assert read == ServerConfig(**sizes, kv_offload_directory=tmp_path)
+    with pytest.raises(ValueError, match="kv_offload_directory is given without kv_offload_disk_bytes: expected both"):
+        config("--kv-offload-dir", str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file: expected a directory"):
+        config("--kv-offload-disk", "1GiB", "--kv-offload-dir", str(tmp_path / "file"))
+
+
 def test_room_is_given_in_one_way() -> None:
     with pytest.raises(ValueError, match="cache_tokens and cache_bytes are both given: expected one of them"):
         config("--cache-memory", "1GB", "--cache-tokens", "100")
