@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -68,22 +69,22 @@ def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states
         count = sum(map(len, rows[0].slice_of(number, start, end)))
         num_kept.append(count)
         for channel in range(len(group.channels) if count else 0):
-            data.append(_bytes(read(rows, number, start, end, channel)))
+            data.append(read(rows, number, start, end, channel))
     for slots, of_block in zip(layout.slots, states, strict=False):
         for slot, tensor in zip(slots, of_block, strict=True):
-            data.append(_bytes(tensor[..., -slot.shape[-1] :]))
-    return Stored(end - start, tuple(num_kept), torch.cat(data) if data else torch.empty(0, dtype=torch.uint8))
+            data.append(tensor[..., -slot.shape[-1] :])
+    return Stored(end - start, tuple(num_kept), as_bytes(data))
 
 
 def pack_parts(parts: Sequence[Parts]) -> torch.Tensor:
     """Return what these parts of one row store, [bytes] uint8: for each group all its channels."""
     data = [
-        _bytes(torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in of_group], 1))
+        torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in of_group], 1)
         for of_group in parts
         if of_group
         for channel in range(len(of_group[0].page.channels))
     ]
-    return torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
+    return as_bytes(data)
 
 
 def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States | None:
@@ -111,5 +112,11 @@ def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States 
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).flatten().cpu()
+def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of all tensors, one after the other, [bytes] uint8 on the CPU."""
+    data = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    # One copy for each change of device: many small ones are slow.
+    copies = [torch.cat(list(of_device)).cpu() for _, of_device in groupby(data, lambda part: part.device)]
+    return copies[0] if len(copies) == 1 else torch.cat(copies)

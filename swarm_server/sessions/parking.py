@@ -16,7 +16,7 @@ from swarm_server.admission.preemption import Claim
 from swarm_server.engine.session_state import Session
 from swarm_server.kv.kv_cache import NoRoom
 from swarm_server.kv.kv_rows import KvRow, grow
-from swarm_server.kv.kv_transfer import Stored, pack, unpack
+from swarm_server.kv.kv_transfer import Stored, as_bytes, pack, unpack
 from swarm_server.kv.offload import KvOffload
 from swarm_server.kv.row_states import RowStates, RowStatesRoom
 from swarm_server.sessions.services import SpanServices
@@ -219,7 +219,7 @@ class Parking:
         self._services.engine.resume(session, rows, states, self._num_shared)
 
     def _release(self) -> None:
-        held, self._held = self._held, []
+        held, self._held, self._pieces, self._states = self._held, [], [], []
         for key, is_shared in held:
             self._offload.release(key, keeps=is_shared)
 
@@ -248,8 +248,7 @@ class _ParkedStates:
     @staticmethod
     def pack(states: RowStates) -> torch.Tensor:
         """Return the states as bytes."""
-        data = [state.contiguous().view(torch.uint8).flatten().cpu() for state in chain.from_iterable(states.states)]
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *data])
+        return as_bytes(list(chain.from_iterable(states.states)))
 
     def unpack(self, data: torch.Tensor, room: RowStatesRoom, before: RowStates | None) -> RowStates:
         offset = 0
