@@ -95,6 +95,7 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("quant", ["none", "int8"], indirect=True)
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit(stacks, name):
     family, parts, sentence = BAD[name]

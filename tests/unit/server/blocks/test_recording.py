@@ -38,8 +38,9 @@ def load(name: str, directory: Path, quant: str = "none", **config) -> Engine:
     return Engine(load_blocks(ModelCheckpoint.open(directory), HOSTED, transform=transform))
 
 
-@pytest.mark.parametrize("quant", ["none", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text", "falcon-7b"])
+@pytest.mark.parametrize(
+    ("family", "quant"), [("llama", "int8"), ("gpt2", "int8"), ("gemma3_text", "none"), ("mixtral", "int8")]
+)
 def test_any_block_can_be_recorded(family, quant, tmp_path):
     engine = load(family, tmp_path, quant)
     hidden, grad, mask = random(3, 7, HIDDEN), random(3, 7, HIDDEN, seed=1), torch.ones(3, 7, dtype=torch.long)

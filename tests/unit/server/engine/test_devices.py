@@ -278,20 +278,7 @@ def test_a_pass_that_is_kept_takes_as_much_as_on_one_device(llama: Path) -> None
     assert 0.8 < sizes[1] / sizes[0] < 1.5  # each device has its own mask and rotary embeddings
 
 
-# ---------------------------------------------------------------- one accelerator
-
-
-@pytest.mark.parametrize("name", ["bloom", "gpt_oss", "mpt", "qwen3_next", "falcon_mamba"])
-def test_one_accelerator(name: str, tmp_path: Path) -> None:
-    """Nothing is left on the CPU; rows are copied side by side for attention."""
-    save_checkpoint(name, tmp_path)
-    with SimulatedDevices():
-        engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, device=FIRST))
-        everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
-        for generation, num_tokens in zip(everyone, (5, SLIDING + 2), strict=True):
-            advance(engine, [generation], num_tokens)
-        for batch in [everyone] if engine.mixes_rows else [[generation] for generation in everyone]:
-            advance(engine, batch, 1)
+# ---------------------------------------------------------------- number formats, and views
 
 
 def test_int8_on_parts(llama: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.wire.block_input import ACROSS_WINDOWS, IN_WINDOWS, BlockInput
 from swarm_protocol.wire.constants import PAGE_TOKENS
-from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.blocks import BlockStack
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.engine.ways import can_join
@@ -19,22 +18,15 @@ from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, TOLERANCE, Generation, run
 from tests.unit.server.engine.test_engine_sharing import counted
-from tests.zoo import HIDDEN, SLIDING, save_checkpoint
+from tests.zoo import HIDDEN, SLIDING
 
 RUN = SLIDING + 3  # longer than a window
 KINDS = pytest.mark.parametrize("kind", [IN_WINDOWS, ACROSS_WINDOWS])
 
 
-@pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> BlockStack:
-    directory = tmp_path_factory.mktemp("gemma3")
-    save_checkpoint("gemma3_text", directory)
-    return load_blocks(ModelCheckpoint.open(directory), HOSTED)
-
-
 @pytest.fixture
-def engine(gemma: BlockStack) -> Engine:
-    return Engine(gemma, prefix_cache=PrefixCache())
+def engine(stack_of: Callable[[str], BlockStack]) -> Engine:
+    return Engine(stack_of("gemma3_text"), prefix_cache=PrefixCache())
 
 
 def joined(length: int, *runs: tuple[int, int], kind: int) -> torch.Tensor:
@@ -120,7 +112,6 @@ def test_without_a_run_other_keys_are_remembered(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "can"), [("gemma2", True), ("llama", True), ("lfm2", False), ("deepseek_v32", False)])
-def test_which_blocks_let_positions_see_later_ones(name: str, can: bool, tmp_path: Path) -> None:
+def test_which_blocks_let_positions_see_later_ones(name: str, can: bool, stack_of: Callable[[str], BlockStack]) -> None:
     """Not those with recurrent or convolution states, nor those with an index."""
-    save_checkpoint(name, tmp_path)
-    assert can_join(Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED))) is can
+    assert can_join(Engine(stack_of(name))) is can

@@ -9,25 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput, unstacked
 from swarm_protocol.wire.constants import PAGE_TOKENS
-from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.blocks import BlockStack
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
-from tests.zoo import HIDDEN, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> BlockStack:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    return load_blocks(ModelCheckpoint.open(directory), HOSTED)
+from tests.zoo import HIDDEN
 
 
 @pytest.fixture

@@ -102,14 +102,6 @@ def test_everything_runs_on_one_other_thread(scheduler: Scheduler, engine: Engin
     assert thread != threading.get_ident()
 
 
-async def test_steps_that_wait_together_are_computed_together(scheduler: Scheduler, engine: Engine) -> None:
-    tasks = [await held(scheduler, engine)]
-    tasks += [await submit(scheduler.step(name, step())) for name in "abc"]
-    engine.gate.set()
-    assert await asyncio.gather(*tasks) == ["first", "a", "b", "c"]
-    assert engine.batches == [["first"], ["a", "b", "c"]]
-
-
 @pytest.mark.parametrize(
     ("rows", "num_tokens", "start", "waits"),
     [(40, 1, 0, False), (1, 32, 9, False), (1, 33, 9, True), (8, 5, 9, True), (1, 2, 0, True)],
@@ -125,17 +117,6 @@ async def test_what_somebody_watches_goes_before_prompts(
     await asyncio.gather(*tasks)
     last = "step" if waits else "prompt"
     assert engine.batches[-1] == [last]
-
-
-async def test_a_chunk_at_a_time(scheduler: Scheduler, engine: Engine) -> None:
-    """Tokens of others wait for one chunk of a prompt at most."""
-    tasks = [await held(scheduler, engine)]
-    tasks += [await submit(scheduler.step(f"chunk {number}", step(64))) for number in range(3)]
-    tasks += [await submit(scheduler.step(f"{number} tokens", step(number, start=9))) for number in (1, 2, 3)]
-    engine.gate.set()
-    await asyncio.gather(*tasks)
-    kinds = [names[0].split()[-1] == "tokens" for names in engine.batches[1:]]
-    assert kinds in ([True, False] * 3, [False, True] * 3)
 
 
 async def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler, engine: Engine) -> None:

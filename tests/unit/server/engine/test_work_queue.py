@@ -47,15 +47,6 @@ def batches(queue: WorkQueue) -> list[list[WorkItem]]:
 
 
 class TestTurns:
-    def test_none_if_nothing_waits(self) -> None:
-        queue = WorkQueue()
-        assert queue.next_batch() == [] and len(queue) == 0
-
-    @pytest.mark.parametrize("kind", WorkKind)
-    def test_first_come_first_served_within_a_kind(self, kind: WorkKind) -> None:
-        works = [work(kind) for _ in range(5)]
-        assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
-
     def test_decoding_has_every_other_turn(self) -> None:
         """While others wait, however much of them there is and whatever came first."""
         others = [work(WorkKind.PREFILL, CHUNK) for _ in range(6)] + [call(WorkKind.TRAINING) for _ in range(3)]
@@ -128,17 +119,9 @@ class TestTurns:
 
 
 class TestBatches:
-    def test_decoding_steps_of_all_sessions_are_one(self) -> None:
-        works = [work(rows=rows) for rows in (1, 3, 2)]
-        assert batches(filled(*works)) == [works]
-
     def test_unless_the_model_does_not_mix_rows(self) -> None:
         works = [work() for _ in range(3)]
         assert batches(filled(*works, mixes_sessions=False)) == [[one] for one in works]
-
-    def test_training_comes_one_by_one(self) -> None:
-        works = [call(WorkKind.TRAINING) for _ in range(3)]
-        assert batches(filled(*works)) == [[one] for one in works]
 
     def test_short_prompts_of_equal_length_come_together_as_long_as_decoding_can_wait(self) -> None:
         short = [work(WorkKind.PREFILL, num_tokens=16) for _ in range(9)]
@@ -146,10 +129,6 @@ class TestBatches:
         assert batches(filled(*short)) == [short[:at_once], short[at_once : 2 * at_once], short[2 * at_once :]]
         long, one, other = works = [work(WorkKind.PREFILL, num_tokens=length) for length in (CHUNK, 1, 2)]
         assert batches(filled(*works)) == [[one], [other], [long]]
-
-    def test_steps_of_equal_length(self) -> None:
-        one, four, also_one, also_four = works = [work(num_tokens=length) for length in (1, 4, 1, 4)]
-        assert batches(filled(*works)) == [[one, also_one], [four, also_four]]
 
     def test_calls_are_alone(self) -> None:
         first, between, last = work(), call(WorkKind.DECODE), work()
@@ -316,17 +295,6 @@ class TestPrompts:
         server.run(send, until=64_000)
         assert counts["one"] == pytest.approx(32_000, abs=1000)
         assert [counts[f"many{user}"] for user in "abcd"] == pytest.approx([8000] * 4, abs=400)
-
-    def test_decoding_keeps_its_turns(self) -> None:
-        server = Server()
-        for _ in range(5):
-            server.add(Prompt(650))
-        for number in range(20):
-            for _ in range(5):
-                server.queue.add(work(num_tokens=1))
-            server.run(until=server.time + 1)
-            assert server.kinds[-1] is WorkKind.PREFILL and server.kinds[2 * number :].count(WorkKind.DECODE) <= 1
-        assert server.kinds.count(WorkKind.DECODE) >= 19
 
     def test_of_a_prompt_that_has_gone_nothing_is_kept(self) -> None:
         queue = WorkQueue(chunk_positions=CHUNK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from tests.families import FEW, UNLIKE
 from tests.marks import always
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, advance, run
 from tests.unit.server.gpu.stand_ins import RawAttention, TapeRecorder
-from tests.unit.server.graph.test_step_graph import CHECKED, WITH, Counted, talk
+from tests.unit.server.graph.test_step_graph import CHECKED, WITH, Counted, counted_steps, talk
 from tests.zoo import BLOCKS, SLIDING, save_checkpoint
 
 TOLERANCE = 1e-5  # relative
@@ -45,27 +46,13 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def stack(name: str, tmp_path_factory) -> BlockStack:
-    directory = tmp_path_factory.mktemp(name)
-    save_checkpoint(name, directory)
-    return load_blocks(ModelCheckpoint.open(directory), HOSTED)
-
-
-@pytest.fixture
-def llama(tmp_path) -> BlockStack:
-    save_checkpoint("llama", tmp_path)
-    return load_blocks(ModelCheckpoint.open(tmp_path), HOSTED)
-
-
-def test_steps_are_graphs_and_right_or_say_why_not(name: str, stack: BlockStack) -> None:
-    engine, recorder = open_engine(stack)
+def test_steps_are_graphs_and_right_or_say_why_not(name: str, stack_of: Callable[[str], BlockStack]) -> None:
+    engine, recorder = open_engine(stack_of(name))
     assert (engine.ways.graphs is not None) == (name in WITH), engine.ways.refusal
     assert (engine.ways.graphs is None) == bool(engine.ways.refusal)
     if engine.ways.graphs is None:
         return
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     ours = talk(engine, checked=name in CHECKED)
     assert counted.steps > SLIDING and recorder.num_recorded < counted.steps
     engine.ways = Ways()
@@ -102,8 +89,7 @@ def test_parts_of_the_span_have_graphs_once_they_are_asked_for_often(llama: Bloc
 
 def test_long_prompts_are_computed_by_the_code(llama: BlockStack) -> None:
     engine, _ = open_engine(llama)
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     generation = Generation.open(engine, CacheBudget(PLENTY, 1), shares=False)
     for num_new, num_graphs in ((17, 0), (16, 1)):
         (output,) = run(engine, (generation, generation.step(num_new)))
@@ -111,7 +97,8 @@ def test_long_prompts_are_computed_by_the_code(llama: BlockStack) -> None:
         assert counted.steps == num_graphs
 
 
-def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_path) -> None:
+def test_blocks_on_several_devices_are_graphs_of_each(tmp_path) -> None:
+    save_checkpoint("llama", tmp_path)
     checkpoint = ModelCheckpoint.open(tmp_path)
     parts = Span(0, 2), Span(2, BLOCKS)
     engine, recorder = open_engine(SplitStack([load_blocks(checkpoint, part) for part in parts]))
@@ -122,10 +109,9 @@ def test_blocks_on_several_devices_are_graphs_of_each(llama: BlockStack, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-sliding"])
-def test_padding_is_left_out_and_so_is_what_a_window_hides(name: str, tmp_path) -> None:
-    save_checkpoint(name, tmp_path)
-    engine, _ = open_engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED))
-    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+def test_padding_is_left_out_and_so_is_what_a_window_hides(name: str, stack_of: Callable[[str], BlockStack]) -> None:
+    engine, _ = open_engine(stack_of(name))
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     padded = Generation.open(engine, budget, batch_size=2, padded=2, seed=1)
     plain = Generation.open(engine, budget, seed=2)
@@ -140,7 +126,7 @@ def test_padding_is_left_out_and_so_is_what_a_window_hides(name: str, tmp_path) 
 def test_pages_that_others_have_left_are_read_where_they_are_now(llama: BlockStack) -> None:
     """They are cut to what is filled when their session ends, and lie elsewhere then."""
     engine, _ = open_engine(llama, PrefixCache())
-    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     first = Generation.open(engine, budget, seed=5, reserved=4 * PAGE_TOKENS, owner="somebody")
     advance(engine, [first], PAGE_TOKENS + 3)
@@ -260,6 +246,6 @@ def test_steps_are_graphs_on_cuda(name: str, parts: list[Span], tmp_path) -> Non
     stacks = [load_blocks(ModelCheckpoint.open(tmp_path), part, device="cuda") for part in parts]
     engine = Engine(stacks[0] if len(stacks) == 1 else SplitStack(stacks))
     assert engine.ways.graphs is not None, engine.ways.refusal
-    engine.ways = replace(engine.ways, graphs=(counted := Counted(engine.ways.graphs)))
+    counted = counted_steps(engine)
     talk(engine, checked=True)
     assert counted.steps > SLIDING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import nn
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.kernels.int8_linear import Int8Weight
 from swarm_models.kernels.kernel_weight import KernelWeight
 from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
@@ -30,34 +30,11 @@ pytestmark = pytest.mark.skipif(not KernelWeight.is_available(), reason="no comp
 
 # The others have experts, recurrent states, positions of their own, or attention that is more than scaled dot products.
 WITH = {
-    *(
-        "llama",
-        "mistral-sliding",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "qwen2",
-        "qwen2-sliding",
-        "qwen3",
-        "gemma",
-        "gemma3_text",
-    ),
-    *(
-        "phi",
-        "phi3",
-        "olmo2",
-        "olmo3",
-        "stablelm",
-        "starcoder2",
-        "cohere",
-        "cohere2",
-        "glm",
-        "glm4",
-        "granite",
-        "smollm3",
-    ),
-    *("nemotron", "exaone4", "nanochat", "opt", "opt-projected", "gemma4_unified_text"),
+    *("llama", "mistral-sliding", "gpt2", "gpt_bigcode", "gpt_neox", "qwen2", "qwen2-sliding", "qwen3", "gemma"),
+    *("gemma3_text", "phi", "phi3", "olmo2", "olmo3", "stablelm", "starcoder2", "cohere", "cohere2", "glm", "glm4"),
+    *("granite", "smollm3", "nemotron", "exaone4", "nanochat", "opt", "opt-projected", "gemma4_unified_text"),
 }
+
 # What the code gives is right as far as tests of the engine go: here it is compared with passes without a cache, too.
 CHECKED = ("llama", "mistral-sliding", "gemma3_text")
 # Relative. Sums in another order differ by 1e-7, which now and then decides how an activation is rounded to 14 bits: at
@@ -65,9 +42,13 @@ CHECKED = ("llama", "mistral-sliding", "gemma3_text")
 UNLESS_ROUNDED, ALL = 2e-6, 2e-2
 
 
-def load_int8(directory, weight: type[Int8Weight] | None = KernelWeight) -> BlockStack:
+def load_int8(directory, mlp: nn.Module | None = None) -> BlockStack:
+    """Load blocks in int8, with this in the place of each MLP if it is given."""
+
     def transform(block: nn.Module, _index: int) -> None:
-        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=weight)
+        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=KernelWeight)
+        if mlp is not None and hasattr(block, "mlp"):
+            block.mlp = mlp
 
     return load_blocks(ModelCheckpoint.open(directory), HOSTED, transform=transform)
 
@@ -83,6 +64,13 @@ class Counted:
         output = self.graphs.run(*arguments)
         self.steps += output is not None
         return output
+
+
+def counted_steps(engine: Engine) -> Counted:
+    """Count the steps that the engine computes by graphs from now on."""
+    counted = Counted(engine.ways.graphs)
+    engine.ways = replace(engine.ways, graphs=counted)
+    return counted
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -144,8 +132,7 @@ def test_steps_are_programs_that_give_what_the_code_gives_or_say_why_not(name: s
     assert (engine.ways.graphs is None) == bool(engine.ways.refusal)
     if engine.ways.graphs is None:
         return
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     ours = talk(engine, checked=name in CHECKED)
     assert counted.steps > SLIDING
     engine.ways = replace(engine.ways, graphs=None)
@@ -158,8 +145,7 @@ def test_steps_are_programs_that_give_what_the_code_gives_or_say_why_not(name: s
 def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
     """Bit for bit, whatever the number of rows."""
     engine = Engine(llama)
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     alone, among = (Generation.open(engine, budget, seed=7, shares=False) for _ in range(2))
     others = [Generation.open(engine, budget, seed=seed, shares=False) for seed in range(20)]
@@ -179,8 +165,7 @@ def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
 def test_padding_is_left_out(name: str, tmp_path) -> None:
     save_checkpoint(name, tmp_path)
     engine = Engine(load_int8(tmp_path))
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     padded = Generation.open(engine, budget, batch_size=2, padded=2, seed=1)
     plain = Generation.open(engine, budget, seed=2)
@@ -193,13 +178,11 @@ def test_padding_is_left_out(name: str, tmp_path) -> None:
     assert counted.steps == 1 + SLIDING  # the prompt of one, and the steps of both
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-sliding", "gemma3_text"])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize(("name", "num_rows"), [("llama", 1), ("mistral-sliding", 3), ("gemma3_text", 3)])
 def test_several_positions_are_bitwise_those_of_one_after_the_other(name: str, num_rows: int, tmp_path) -> None:
     save_checkpoint(name, tmp_path)
     engine = Engine(load_int8(tmp_path))
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     together, single, mate = (
         Generation.open(engine, budget, batch_size=rows, seed=seed, shares=False)
@@ -219,8 +202,7 @@ def test_several_positions_are_bitwise_those_of_one_after_the_other(name: str, n
 
 def test_holes_and_padding_among_the_new_are_left_to_the_code(llama: BlockStack) -> None:
     engine = Engine(llama)
-    counted = Counted(engine.ways.graphs)
-    engine.ways = replace(engine.ways, graphs=counted)
+    counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)
     holes, padded = (Generation.open(engine, budget, seed=1, padded=padding, shares=False) for padding in (0, 4))
     run(engine, (padded, padded.step(5)))
@@ -234,10 +216,8 @@ def test_holes_and_padding_among_the_new_are_left_to_the_code(llama: BlockStack)
     assert counted.steps == 2
 
 
-def test_weights_of_another_kind_have_no_programs(tmp_path) -> None:
-    save_checkpoint("llama", tmp_path)
-    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED)
-    assert Engine(stack).ways.refusal == "products are not the kernel's"
+def test_weights_of_another_kind_have_no_programs(stack_of: Callable[[str], BlockStack]) -> None:
+    assert Engine(stack_of("llama")).ways.refusal == "products are not the kernel's"
 
 
 NUM_TURNS = STEPS_TO_PAY // 2 + 1  # of two steps each
@@ -301,13 +281,7 @@ class Sorts(nn.Module):
 @pytest.mark.parametrize(("mlp", "reason"), [(Looks(), "looks at values"), (Sorts(), "no instruction for aten.sort")])
 def test_what_cannot_be_captured_is_refused(tmp_path, mlp: nn.Module, reason: str) -> None:
     save_checkpoint("llama", tmp_path)
-
-    def transform(block: nn.Module, _index: int) -> None:
-        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=KernelWeight)
-        if hasattr(block, "mlp"):
-            block.mlp = mlp
-
-    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=transform)
+    stack = load_int8(tmp_path, mlp)
     with pytest.raises(NotCapturable, match=reason):
         capture(stack, 2, 100)
     assert reason in Engine(stack).ways.refusal
@@ -324,12 +298,5 @@ class Remembers(nn.Module):
 
 def test_what_depends_on_the_length_is_refused(tmp_path) -> None:
     save_checkpoint("llama", tmp_path)
-
-    def transform(block: nn.Module, _index: int) -> None:
-        quantize_(block, "int8", torch.device("cpu"), torch.float32, int8_weight=KernelWeight)
-        if hasattr(block, "mlp"):
-            block.mlp = Remembers()
-
-    stack = load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, transform=transform)
-    graphs = StepGraphs(stack, 0)
+    graphs = StepGraphs(load_int8(tmp_path, Remembers()), 0)
     assert graphs.refusal is not None and "how many positions" in graphs.refusal

@@ -18,7 +18,7 @@ from swarm_server.engine.session_state import SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 from swarm_server.metrics import throughput
-from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, hardware_name, measure
+from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, measure
 from tests.zoo import save_checkpoint
 
 
@@ -50,12 +50,6 @@ def test_a_measurement_is_of_the_span(engine, monkeypatch, span) -> None:
     speeds = measure(engine, span)
     assert speeds.decode_tokens_per_s == pytest.approx(10 / len(span))
     assert speeds.forward_tokens_per_s == pytest.approx(64 * 10 / len(span))
-
-
-def test_speeds_are_of_one_block_or_of_several() -> None:
-    speeds = Speeds(10.0, 300.0)
-    assert speeds.per_block(4) == Speeds(40.0, 1200.0)
-    assert speeds.per_block(4).through(8) == Speeds(5.0, 150.0)
 
 
 # ------------------------------------------------------------ the cache
@@ -110,10 +104,6 @@ def test_where_nothing_can_be_cached_nothing_is_lost(tmp_path) -> None:
     (tmp_path / "speeds").write_text("in the way")
     cache(tmp_path).write(Speeds(40.0, 1200.0))
     assert cache(tmp_path).read() is None
-
-
-def test_the_hardware_has_a_name() -> None:
-    assert hardware_name([torch.device("cpu")])
 
 
 # ------------------------------------------------------------ at work

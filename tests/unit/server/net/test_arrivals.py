@@ -71,12 +71,6 @@ class TestRoom:
             reservation.close()
         assert arrivals.used_bytes == 0
 
-    def test_what_waits_to_be_computed_counts_as_well(self) -> None:
-        arrivals, (header, _) = Arrivals(100), encode(torch.ones(7))
-        with ArrivingTensor(arrivals, Assembler(header)) as tensor:
-            assert tensor.complete and arrivals.used_bytes == 28
-        assert arrivals.used_bytes == 0
-
     def test_a_reservation_gives_back_once(self) -> None:
         arrivals = Arrivals(10)
         with ByteReservation(arrivals) as reservation:

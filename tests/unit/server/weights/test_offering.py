@@ -325,6 +325,13 @@ def test_weights_are_named_by_a_digest() -> None:
         ServerConfig(model="owner/model", weights="0f" * 32)
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("manifest", "hashing", "piece_store"):
+        monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
+    monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
+
+
 class Machine:
     """One that has no copy: it takes its files from a server."""
 
@@ -347,12 +354,8 @@ class Machine:
                 yield part
 
 
-def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("manifest", "hashing", "piece_store"):
-        monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
-    monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(source: Path, tmp_path: Path) -> None:
     server, local = offered(source), ModelCheckpoint.open(source)
     manifest = run(manifest_of(server)).manifest
     machine = Machine(server, tmp_path / "cache", manifest)
@@ -376,10 +379,8 @@ def test_a_machine_without_a_copy_reads_the_blocks_that_it_needs(
     assert ModelCheckpoint.open(again.files.location).revision == local.revision  # a directory like any other
 
 
-def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("manifest", "hashing", "piece_store"):
-        monkeypatch.setattr(f"swarm_models.sharing.{module}.PIECE_BYTES", 16384)
-    monkeypatch.setattr(offering, "PIECE_BYTES", 16384)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_machine_with_some_pieces_offers_those(source: Path, tmp_path: Path) -> None:
     server = offered(source)
     manifest = run(manifest_of(server)).manifest
     remote = ModelCheckpoint(Machine(server, tmp_path / "cache", manifest).files)
