@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.zoo import save_checkpoint
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -50,6 +51,21 @@ def publish(
     write_shards(directory, stored)
     edit_config(directory, quantization_config=quantization_config)
     return expected
+
+
+def assert_read(checkpoint: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that the tensors of a checkpoint are these, bit for bit."""
+    read = ModelCheckpoint.open(checkpoint).read(lambda name: True)
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(read[name], tensor), name
+
+
+def damage(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+    """Change a stored tensor, or remove it."""
+    stored = read_shards(directory)
+    part = stored.pop(name)
+    write_shards(directory, stored if change is None else stored | {name: change(part).contiguous()})
 
 
 def write_shards(directory: Path, stored: Mapping[str, torch.Tensor], num_shards: int = 2) -> None:

@@ -66,9 +66,6 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path,
     return commit
 
 
-# ---------------------------------------------------------------- what it reads
-
-
 @pytest.mark.parametrize("layout", ["sharded", "single"])
 def test_reads_what_was_saved(layout: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(layout)
@@ -106,14 +103,6 @@ def test_a_vision_tower_is_the_clients(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_block_parameters_agree_with_the_shards(sharded: Path) -> None:
-    checkpoint = ModelCheckpoint.open(sharded)
-    for index in range(3):
-        assert checkpoint.block_parameters(index) == sum(
-            t.read().numel() for t in checkpoint.block_tensors(index).values()
-        )
-
-
 def test_every_dtype_survives(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.zeros(3, 2, dtype=dtype) for dtype in safetensors_file.DTYPES.values()}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
@@ -129,9 +118,6 @@ def test_generation_config(sharded: Path) -> None:
     assert ModelCheckpoint.open(sharded).generation_config.eos_token_id == 2
     (sharded / "generation_config.json").unlink()
     assert ModelCheckpoint.open(sharded).generation_config is None
-
-
-# ---------------------------------------------------------------- fingerprint of a directory
 
 
 def test_equal_weights_have_equal_fingerprints(tmp_path: Path) -> None:
@@ -165,9 +151,6 @@ def test_another_config_has_another_fingerprint(sharded: Path) -> None:
     assert ModelCheckpoint.open(sharded).revision != before
 
 
-# ---------------------------------------------------------------- the hub, by way of its local cache
-
-
 def test_only_needed_shards_are_opened(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = {shard for name, shard in weight_map(sharded).items() if name.startswith("model.layers.1.")}
     assert shards < set(weight_map(sharded).values())
@@ -196,9 +179,6 @@ def test_no_weights_in_the_cache(single: Path, tmp_path: Path, monkeypatch: pyte
         ModelCheckpoint.open("someone/tiny-llama")
 
 
-# ---------------------------------------------------------------- what can be wrong
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -213,12 +193,9 @@ def test_what_is_no_model(name: str, message: str) -> None:
         ModelCheckpoint.open(name)
 
 
-def test_file_instead_of_directory(sharded: Path) -> None:
+def test_what_is_not_opened_of_a_directory(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is a file, expected the directory"):
         ModelCheckpoint.open(sharded / "config.json")
-
-
-def test_revision_of_a_directory(sharded: Path) -> None:
     with pytest.raises(CheckpointError, match="is a directory: revision 'main' is for models on the hub"):
         ModelCheckpoint.open(sharded, revision="main")
 

@@ -21,6 +21,7 @@ from transformers import (
 from swarm_models.checkpoints.describing import describe
 from swarm_protocol.errors import UnsupportedModel
 from swarm_protocol.span import Span
+from tests.marks import SLOW
 from tests.zoo import BLOCKS, HIDDEN, REJECTED, SUPPORTED, make_config
 
 SMALL = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
@@ -42,10 +43,7 @@ def test_facts_of_opt_with_projections() -> None:
     assert family.hidden_size == HIDDEN
 
 
-def test_facts_of_granite() -> None:
-    assert describe(make_config("granite")).neutral == (("embedding_multiplier", 1.0),)
-
-
+@SLOW
 def test_which_families_return_tuples() -> None:
     tuples = {name for name in SUPPORTED if describe(make_config(name)).returns_tuple}
     # gptj returned tuples until transformers 5.23
@@ -62,6 +60,7 @@ def test_which_families_return_tuples() -> None:
     }
 
 
+@SLOW
 def test_which_families_mask_new_tokens_alone() -> None:
     alone = {name for name in SUPPORTED if not describe(make_config(name)).mask_covers_past}
     assert alone == {"mamba", "falcon_mamba", "mamba2"}

@@ -37,12 +37,6 @@ def family(model_type: str = "llama", owner: str = "", cache_argument: str = "pa
     )
 
 
-def test_a_family_is_a_value() -> None:
-    assert family() == family() and hash(family()) == hash(family())
-    assert family() != family(owner="decoder")
-    assert family().all_blocks == Span(0, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "index", "rest"),
     [
@@ -56,13 +50,6 @@ def test_a_family_is_a_value() -> None:
 )
 def test_names_in_a_checkpoint(name: str, index: int | None, rest: str) -> None:
     assert (family().block_index(name), family().name_in_block(name)) == (index, rest)
-
-
-def test_the_owner_is_found_by_its_path() -> None:
-    base = nn.Module()
-    base.decoder = nn.Module()
-    assert family().owner_of(base) is base
-    assert family(owner="decoder").owner_of(base) is base.decoder
 
 
 def test_how_the_cache_is_given_to_a_model() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import inf, nan
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -91,16 +91,11 @@ CONFIGS = {
     "alpha": (dict(lora_alpha="much"), r"adapter_config\.json has lora_alpha='much': expected a number above 0"),
     "no alpha": (dict(lora_alpha=None), "lora_alpha=None: expected a number above 0"),
     "alpha of nothing": (dict(lora_alpha=0), "lora_alpha=0: expected a number above 0"),
-    "negative alpha": (dict(lora_alpha=-16), "lora_alpha=-16: expected a number above 0"),
     "infinite alpha": (dict(lora_alpha=inf), "lora_alpha=inf: expected a finite number"),
-    "alpha that is none": (dict(lora_alpha=nan), "lora_alpha=nan: expected a finite number"),
     "huge alpha": (dict(lora_alpha=1e300), r"lora_alpha=1e\+300: expected a number above 0, at most 1000000"),
-    "true alpha": (dict(lora_alpha=True), "lora_alpha=True: expected a number above 0"),
     "dropout": (dict(lora_dropout=1.5), "lora_dropout=1.5: expected a number of at least 0, below 1"),
     "dropout of all": (dict(lora_dropout=1), "lora_dropout=1: expected a number of at least 0, below 1"),
-    "negative dropout": (dict(lora_dropout=-0.1), "lora_dropout=-0.1: expected a number of at least 0, below 1"),
     "rank": (dict(r=0), "r=0: expected a whole number of at least 1"),
-    "rank and a half": (dict(r=1.5), "r=1.5: expected a whole number of at least 1"),
     "huge rank": (dict(r=10**99), "r=10{59}…: expected a whole number"),
     "scaling": (dict(use_rslora="no"), "use_rslora='no': expected true or false"),
     "pattern of alpha": (
@@ -114,12 +109,6 @@ CONFIGS = {
         dict(alpha_pattern={"(?=q)q_proj": 1}),
         r"pattern '\(\?=q\)q_proj' that cannot be used: 'invalid perl operator: \(\?='",
     ),
-    "backreference": (dict(alpha_pattern={r"(.)\1": 1}), r"cannot be used: 'invalid escape sequence"),
-    "many repetitions": (
-        dict(alpha_pattern={"(((a{99}){99}){99}){99}": 1}),
-        "cannot be used: 'invalid repetition size",
-    ),
-    "damaged": (dict(alpha_pattern={"(q_proj": 1}), r"cannot be used: 'missing \)"),
     "long": (dict(alpha_pattern={"(a+)+" * 300: 1}), "cannot be used: it has 1510 characters"),
     "many expressions": (dict(alpha_pattern={f"{'(a+)+' * n}": 1 for n in range(1, 99)}), "has too many patterns"),
     "many names": (
@@ -219,8 +208,6 @@ def test_adapters_that_peft_really_writes_and_we_refuse(tmp_path):
             read_adapter(tmp_path / str(number), FAMILY)
         assert "\n" not in str(caught.value)
 
-
-# ---------------------------------------------------------------- patterns
 
 PATTERNS = {  # of models whose modules are called model.layers.3.self_attn.q_proj
     "names": {"q_proj": 3, "down_proj": 5},

@@ -7,7 +7,7 @@ import logging
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,8 +30,6 @@ def write_header(path: Path, header: Any, data: bytes = b"") -> Path:
     return path
 
 
-# ---------------------------------------------------------------- headers
-
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 NEXT = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
 HEADERS = {
@@ -43,9 +41,7 @@ HEADERS = {
     "no dtype": ({"a": {**ENTRY, "dtype": ["F32"]}}, "entry of 'a' has no dtype"),
     "no shape": ({"a": {**ENTRY, "shape": None}}, "entry of 'a' has no shape"),
     "negative": ({"a": {**ENTRY, "shape": [-2, -2]}}, "entry of 'a' has no shape"),
-    "fractions": ({"a": {**ENTRY, "shape": [2.0, 2.0]}}, "entry of 'a' has no shape"),
     "truths": ({"a": {**ENTRY, "shape": [True, 4]}}, "entry of 'a' has no shape"),
-    "infinite": ({"a": {**ENTRY, "shape": [inf]}}, "entry of 'a' has no shape"),
     "many dimensions": ({"a": {**ENTRY, "shape": [1] * 17}}, "entry of 'a' has no shape of at most 16 sizes"),
     "huge": ({"a": {**ENTRY, "shape": [10**30, 0]}}, "entry of 'a' has no shape"),
     "another size": ({"a": {**ENTRY, "shape": [3, 2]}}, r"size of 'a' does not fit its shape \[3, 2\]"),
@@ -90,8 +86,6 @@ def test_a_header_in_order_is_read(tmp_path: Path) -> None:
     }
     assert tensors["b"].read().view(torch.uint8).tolist() == list(range(16, 24))
 
-
-# ---------------------------------------------------------------- where files are
 
 INDEX = "model.safetensors.index.json"
 ELSEWHERE = [
@@ -206,9 +200,6 @@ def test_files_of_another_checkpoint_may_be_linked_under_their_names(llama: Path
         ModelCheckpoint.open(directory)
 
 
-# ---------------------------------------------------------------- configs
-
-
 @pytest.mark.parametrize("file", ["config", "generation_config", INDEX.removesuffix(".json")])
 def test_json_that_is_nested_or_large(llama: Path, tmp_path: Path, file: str) -> None:
     directory = copy_of(llama, tmp_path)
@@ -236,9 +227,6 @@ def test_generation_config_that_makes_no_sense(llama: Path, tmp_path: Path) -> N
             assert ModelCheckpoint.open(directory).generation_config
 
 
-# ---------------------------------------------------------------- mutated
-
-
 def test_mutated_headers_take_no_memory(tmp_path: Path) -> None:
     header = {"__metadata__": {"format": "pt"}, "a": ENTRY, "b": NEXT, "c": {**NEXT, "data_offsets": [24, 32]}}
     for number in range(150):
@@ -263,4 +251,4 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 @pytest.mark.parametrize("kind", ["config.json", "index", "safetensors", "adapter"])
 def test_changed_files_are_read_or_refused_by_a_sentence(files: Files, kind: str) -> None:
-    assert {files.kinds[kind](Random(f"{kind}/{number}")) for number in range(100)} == {"read", "refused"}
+    assert {files.kinds[kind](Random(f"{kind}/{number}")) for number in range(50)} == {"read", "refused"}

@@ -159,9 +159,6 @@ def test_logits_of_a_tiny_model_beside_transformers(tmp_path: Path) -> None:
     assert (report + layers.report).quantised_bytes <= sum(hosted_bytes(checkpoint, "fp8"))
 
 
-# -- devices
-
-
 def test_devices_without_such_products_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"cpu has no FP8 products, .* expected int8, int4, nf4, none, bnb-int8"):
         quantize_(torch.nn.Sequential(), "fp8", CPU, torch.float32)

@@ -39,7 +39,6 @@ def test_the_kernel_on_cuda(shape: tuple[int, int, int], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_the_kernel_compiles_for_gpus(capability: int, dtype: str) -> None:
-    """Without one: Triton brings its assembler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

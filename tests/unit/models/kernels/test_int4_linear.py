@@ -159,12 +159,3 @@ def test_errors_are_those_of_the_weight_alone(implementation, outliers):
     rounded = (x.double() @ quantised.dequantize().double().T - expected).norm() / expected.norm()
     assert abs(error - rounded) < 0.02 * rounded
     assert outliers or 0.07 < error < 0.09  # a step of 4.1 / 15 standard deviations, divided by the root of 12
-
-
-def test_the_kernel_is_used_where_there_is_one():
-    assert fastest() is (PlainInt4Weight if kernel() is None else KernelInt4Weight)
-
-
-def test_a_linear_names_its_weight(implementation):
-    linear = QuantizedLinear(implementation(*quantize_groups(torch.randn(30, 20))), torch.randn(30))
-    assert linear.quantized.size_bytes > 0 and type(linear.quantized).__name__ in repr(linear)

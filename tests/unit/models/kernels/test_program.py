@@ -64,7 +64,6 @@ def test_functions_of_one_tensor(kind: Opcode, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", [Opcode.NEG, Opcode.SILU])
 def test_strides_of_all_kinds(kind: Opcode) -> None:
-    """Transposed, every other element, broadcast."""
     wide = numbers(6, 4, 3, 10)
     for x in (wide.permute(2, 0, 1, 3), wide[..., ::2], wide[:, :, :, :1].expand(6, 4, 3, 7), wide.transpose(2, 3)):
         sizes = tuple(x.shape)

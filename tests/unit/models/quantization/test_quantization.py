@@ -52,9 +52,6 @@ def activations(rows: int, width: int, outliers: float = 1.0) -> torch.Tensor:
     return x
 
 
-# -- int8 linears on CPU
-
-
 def linear_of(
     weight: torch.Tensor, bias: torch.Tensor | None = None, implementation: type[Int8Weight] | None = None
 ) -> QuantizedLinear:
@@ -241,9 +238,6 @@ def test_int8_gives_no_warning_and_does_not_import_bitsandbytes():
     subprocess.run([sys.executable, "-c", SILENT_AND_LAZY], check=True)
 
 
-# -- whole blocks
-
-
 class Family:
     """A tiny random model: its blocks in fp32, what each was called with, what it and its routers answered."""
 
@@ -367,9 +361,6 @@ def test_gradient_through_int8_blocks(name):
     assert error(gradient.grad, expected.grad) < 0.03
 
 
-# -- fused experts
-
-
 def experts_of(block: nn.Module) -> nn.Module:
     return next(part for name, part in block.named_modules() if name.endswith("experts"))
 
@@ -396,7 +387,7 @@ def test_experts_compute_what_the_fused_experts_do(name):
 
 
 @NEEDS_FBGEMM
-@pytest.mark.parametrize("name", [name for name in MOE if name != "llama4_text"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_token_does_not_depend_on_the_tokens_its_experts_also_get(name):
     original = family(name)
     quantised = experts_of(original.quantised(BLOCKS - 1)[0])
@@ -406,9 +397,6 @@ def test_token_does_not_depend_on_the_tokens_its_experts_also_get(name):
     for some in (slice(0, 1), slice(3, 4), slice(5, 12)):
         assert torch.equal(quantised(hidden[some], index[some], weights[some]), together[some])
     assert quantised(hidden[:0], index[:0], weights[:0]).shape == (0, hidden.shape[1])
-
-
-# -- what quantize_ promises
 
 
 class CountsOriginals(PlainWeight):
@@ -446,9 +434,8 @@ def test_wrong_method_or_device_is_explained():
         quantize_(nn.Sequential(), "int8", torch.device("mps"), torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_none_changes_nothing(name):
-    original = family(name)
+def test_none_changes_nothing():
+    original = family("mixtral")
     block, report = original.quantised(1, "none")
     assert torch.equal(original.run(block, 1), original.outputs[1])
     assert report.quantised_params == report.quantised_bytes == 0
@@ -471,17 +458,6 @@ def test_report_adds_up_and_reads_well():
     assert two.resident_bytes == 2_040_000 + 2 * 12_288
     with pytest.raises(ValueError, match="int8 and one of nf4"):
         one + Report("nf4")
-
-
-def test_report_names_what_is_left():
-    block, report = family("qwen2_moe").quantised(0)
-    names = {part.name: part.kind for part in report.left}
-    assert names["mlp.gate"] == names["mlp.shared_expert_gate"] == "router"
-    assert names["input_layernorm"] == "norm" and names["self_attn.q_proj"] == "bias"
-    assert type(block.mlp.shared_expert_gate) is nn.Linear
-
-
-# -- bitsandbytes
 
 
 def test_nf4_weights_are_within_the_gaps_of_the_code():

@@ -12,7 +12,7 @@ from swarm_models.sharing.hashing import FileHashes
 from swarm_models.sharing.manifest import HeldPieces, Manifest, agreed, may_be_shared
 from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as pb
-from tests.unit.models.sharing.files import PIECE, SIZES, manifest_of, small_pieces, write_files
+from tests.unit.models.sharing.files import PIECE, manifest_of, small_pieces, write_files
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +62,10 @@ def test_members_with_the_same_files_send_the_same(tmp_path: Path) -> None:
         ("chat_template.jinja", True),
         ("modeling_evil.py", False),
         ("pytorch_model.bin", False),
-        ("weights.pt", False),
         ("training_args.json", False),
         ("../model.safetensors", False),
         ("sub/model.safetensors", False),
         ("..\\model.safetensors", False),
-        ("/etc/model.safetensors", False),
         ("a\n.safetensors", False),
         (".safetensors.py", False),
     ],
@@ -132,16 +130,7 @@ def test_most_members_decide_file_by_file(tmp_path: Path) -> None:
     assert agreed([honest, other]) == agreed([other, honest])  # all who read the same choose the same
 
 
-def test_one_member_adds_no_file_to_those_of_others(tmp_path: Path) -> None:
-    directory = write_files(tmp_path)
-    (directory / "chat_template.jinja").write_text("{{ evil }}")
-    more = manifest_of(directory, ["chat_template.jinja", *SIZES])
-    honest = manifest_of(directory)
-    assert agreed([more, honest, honest]) == honest
-
-
 def test_members_that_differ_in_a_licence_count_together(tmp_path: Path) -> None:
-    """Four have another licence each; two have a template more."""
     common = manifest_of(write_files(tmp_path))
     text = replace(common.files[0], name="LICENSE")
     honest = [replace(common, files=(replace(text, sha256=bytes([number] * 32)), *common.files)) for number in range(4)]

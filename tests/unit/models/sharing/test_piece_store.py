@@ -100,7 +100,6 @@ def test_two_processes_write_one_file(manifest: Manifest, tmp_path: Path) -> Non
 
 
 def test_a_false_manifest_spoils_no_true_file(manifest: Manifest, tmp_path: Path) -> None:
-    """It names the digest of one file, and the pieces of another."""
     true, other = manifest.files[2], manifest_of(write_files(tmp_path / "other", seed=1)).files[2]
     false = replace(true, pieces=other.pieces)
     store = opened(replace(manifest, files=(false,)), tmp_path)

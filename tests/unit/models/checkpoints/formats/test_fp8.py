@@ -10,17 +10,14 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_server.blocks.block_loading import load_block
-from tests.published import fp8_blocks, fp8_config, fp8_rows, publish
+from tests.published import assert_read, fp8_blocks, fp8_config, fp8_rows, publish
 
 
 @pytest.mark.parametrize("block", [(32, 32), (24, 40), (128, 128)])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
 def test_blocks(tmp_path: Path, block: tuple[int, int], scale_dtype: torch.dtype) -> None:
     expected = publish(tmp_path, fp8_config(block), lambda weight: fp8_blocks(weight, block, scale_dtype))
-    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(read[name], tensor), name
+    assert_read(tmp_path, expected)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), ("rows",), ("rows", 1)])
@@ -30,10 +27,7 @@ def test_a_scale_for_each_row_or_tensor(tmp_path: Path, shape: tuple, end: str) 
         return fp8_rows(weight, tuple(len(weight) if size == "rows" else size for size in shape), end)
 
     expected = publish(tmp_path, fp8_config(), pack, num_hidden_layers=1)
-    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(read[name], tensor), name
+    assert_read(tmp_path, expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

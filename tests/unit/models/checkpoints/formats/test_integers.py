@@ -10,23 +10,21 @@ import pytest
 import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_models.checkpoints.formats.groups import unpack_words
 from swarm_protocol.errors import CheckpointError
 from tests.published import (
     AWQ_CONFIG,
     Packer,
+    assert_read,
     awq,
     compressed_config,
     compressed_words,
+    damage,
     fp8_blocks,
     fp8_rows,
     gptq,
     gptq_config,
     int8_rows,
     publish,
-    read_shards,
-    words,
-    write_shards,
 )
 
 PACKED = compressed_config("pack-quantized", 4, strategy="group")
@@ -65,16 +63,7 @@ def renamed(packed: tuple[dict[str, torch.Tensor], torch.Tensor]) -> tuple[dict[
 def test_weights_are_those_of_the_quantiser(tmp_path: Path, case: str) -> None:
     config, pack = CASES[case]
     expected = publish(tmp_path, config, pack, num_hidden_layers=1)
-    read = ModelCheckpoint.open(tmp_path).read(lambda name: True)
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(read[name], tensor), name
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_integers_in_words(bits: int) -> None:
-    integers = torch.randint(0, 2**bits, (3, 64), generator=torch.Generator().manual_seed(bits))
-    assert torch.equal(unpack_words(words(integers, bits), bits).int(), integers.int())
+    assert_read(tmp_path, expected)
 
 
 GPTQ, CT = "model.layers.0.self_attn.q_proj.{}", "model.layers.0.self_attn.q_proj.weight_{}"
@@ -105,16 +94,12 @@ DAMAGES: dict[str, tuple[str, str, Change | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged(tmp_path: Path, damage: str) -> None:
-    case, name, change, sentence = DAMAGES[damage]
+@pytest.mark.parametrize("case_of_damage", DAMAGES)
+def test_damaged(tmp_path: Path, case_of_damage: str) -> None:
+    case, name, change, sentence = DAMAGES[case_of_damage]
     config, pack = CASES[case]
     publish(tmp_path, config, pack, num_hidden_layers=1)
-    stored = read_shards(tmp_path)
-    part = stored.pop(name)
-    if change is not None:
-        stored[name] = change(part).contiguous()
-    write_shards(tmp_path, stored)
+    damage(tmp_path, name, change)
     with pytest.raises(CheckpointError, match=sentence) as caught:
         ModelCheckpoint.open(tmp_path).read(lambda name: True)
     assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.errors import CheckpointError
-from tests.published import MXFP4_CONFIG, mxfp4_experts, publish, read_shards, write_shards
+from tests.published import MXFP4_CONFIG, damage, mxfp4_experts, publish, read_shards, write_shards
 
 BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{end}" for end in ("blocks", "scales"))
 
@@ -54,7 +54,6 @@ def test_every_code_and_exponent_is_exact(tmp_path: Path) -> None:
 )
 def test_damaged(tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], sentence: str) -> None:
     gpt_oss(tmp_path)
-    stored = read_shards(tmp_path)
-    write_shards(tmp_path, stored | {name: change(stored[name]).contiguous()})
+    damage(tmp_path, name, change)
     with pytest.raises(CheckpointError, match=sentence):
         ModelCheckpoint.open(tmp_path).read(lambda name: True)

@@ -13,7 +13,7 @@ from swarm_protocol.errors import CheckpointError
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.blocks.weight_cache import content_key
-from tests.published import edit_config, fp8_blocks, fp8_config, publish, read_shards, write_shards
+from tests.published import damage, edit_config, fp8_blocks, fp8_config, publish, read_shards, write_shards
 
 BLOCK = (32, 32)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -97,36 +97,30 @@ def test_configs_that_are_refused(fp8: Path, quantization_config: object, senten
 SCALE = f"{Q_PROJ}_scale_inv"
 
 
-def without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
-    return lambda stored: stored.pop(name)
-
-
-def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda stored: stored.update({name: change(stored[name]).contiguous()})
-
-
 @pytest.mark.parametrize(
-    ("edit", "sentence"),
+    ("name", "change", "sentence"),
     [
-        (without(SCALE), "holds model.layers.1.self_attn.q_proj.weight as float8_e4m3fn, but its scale is missing"),
-        (without(Q_PROJ), "lacks tensor model.layers.1.self_attn.q_proj.weight, which belongs to .*weight_scale_inv"),
+        (SCALE, None, "holds model.layers.1.self_attn.q_proj.weight as float8_e4m3fn, but its scale is missing"),
+        (Q_PROJ, None, "lacks tensor model.layers.1.self_attn.q_proj.weight, which belongs to .*weight_scale_inv"),
         (
-            with_tensor(SCALE, lambda scale: scale[:1]),
+            SCALE,
+            lambda scale: scale[:1],
             r"shape \[1, 2\]: expected \[2, 2\], a scale for each block of 32x",
         ),
-        (with_tensor(SCALE, lambda scale: scale.int()), r"as int32 of shape \[2, 2\]: expected floats"),
-        (with_tensor(SCALE, lambda scale: scale / 0), "scales of tensor .*q_proj.weight are damaged: expected finite"),
-        (with_tensor(Q_PROJ, torch.Tensor.float), r"as float32 of shape \[64, 64\]: expected a matrix of float8"),
+        (SCALE, lambda scale: scale.int(), r"as int32 of shape \[2, 2\]: expected floats"),
+        (SCALE, lambda scale: scale / 0, "scales of tensor .*q_proj.weight are damaged: expected finite"),
+        (Q_PROJ, torch.Tensor.float, r"as float32 of shape \[64, 64\]: expected a matrix of float8"),
         (
-            with_tensor(Q_PROJ, lambda weight: weight[:40]),
+            Q_PROJ,
+            lambda weight: weight[:40],
             r"tensor .*q_proj.weight has shape \[40, 64\], expected \[64,",
         ),
     ],
 )
-def test_damaged_checkpoints(fp8: Path, edit: Callable[[dict[str, torch.Tensor]], object], sentence: str) -> None:
-    stored = read_shards(fp8)
-    edit(stored)
-    write_shards(fp8, stored)
+def test_damaged_checkpoints(
+    fp8: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor] | None, sentence: str
+) -> None:
+    damage(fp8, name, change)
     with pytest.raises(CheckpointError, match=sentence) as caught:
         load_blocks(ModelCheckpoint.open(fp8), Span(1, 2))
     assert "\n" not in str(caught.value)

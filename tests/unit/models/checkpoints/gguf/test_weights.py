@@ -26,23 +26,14 @@ from tests.zoo import make_config
 gguf = pytest.importorskip("gguf")  # the extra of that name
 
 from tests.gguf_files import write_gguf  # noqa: E402
-
-
-def read_all(path: Path) -> dict[str, torch.Tensor]:
-    return ModelCheckpoint.open(path).read(lambda name: True)
-
-
-def assert_equal(read: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(read[name], tensor), name
+from tests.published import assert_read  # noqa: E402
 
 
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_weights(tmp_path: Path, type: str) -> None:
     path = tmp_path / "tiny.gguf"
     expected = write_gguf(path, type=type, num_hidden_layers=1)
-    assert_equal(read_all(path), expected)
+    assert_read(path, expected)
 
 
 def test_matrices_are_unpacked_in_tiles_of_whole_heads(tmp_path: Path) -> None:
@@ -62,7 +53,7 @@ def test_what_the_converter_changes_is_undone(tmp_path: Path, name: str) -> None
     options = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 64}
     path = tmp_path / "tiny.gguf"
     expected = write_gguf(path, name=name, type="Q8_0", num_hidden_layers=2, **options if name == "qwen3_moe" else {})
-    assert_equal(read_all(path), expected)
+    assert_read(path, expected)
 
 
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
@@ -83,7 +74,7 @@ def test_a_llama_with_biases_computes_what_its_weights_do_in_transformers(tmp_pa
     """The converter puts the biases of queries and keys, too, into the order of its rotary embeddings."""
     path, options = tmp_path / "tiny.gguf", {"num_hidden_layers": 2, "attention_bias": True, "mlp_bias": True}
     expected = write_gguf(path, type="Q8_0", **options)
-    assert_equal(read_all(path), expected)
+    assert_read(path, expected)
     local = AutoModelForCausalLM.from_config(make_config("llama", **options)).eval()
     local.load_state_dict(expected)
     ids = torch.arange(3, 40)[None]
@@ -94,7 +85,6 @@ def test_a_llama_with_biases_computes_what_its_weights_do_in_transformers(tmp_pa
 
 @pytest.mark.parametrize("type", [name for name, block, _ in TYPES.values() if block > 1])
 def test_blocks_of_every_type(type: str) -> None:
-    """Beside the arithmetic of transformers where it has a type, and else beside that of the gguf package."""
     from transformers.integrations.gguf import dequant
 
     (number,) = [number for number, (name, _, _) in TYPES.items() if name == type]
@@ -117,7 +107,7 @@ def test_shards(tmp_path: Path) -> None:
     expected = write_gguf(tmp_path / "shards", type="Q8_0", num_shards=3, num_hidden_layers=2)
     shards = sorted(path.name for path in (tmp_path / "shards").glob("*.gguf"))
     assert len(shards) > 1
-    assert_equal(read_all(tmp_path / "shards"), expected)
+    assert_read(tmp_path / "shards", expected)
     with pytest.raises(CheckpointError, match=r"is one of \d files: expected the first, with -00001-of"):
         ModelCheckpoint.open(tmp_path / "shards" / shards[1])
     (tmp_path / "shards" / shards[1]).unlink()
@@ -149,9 +139,6 @@ def test_the_tokenizer_and_its_template(tmp_path: Path) -> None:
     assert tokenizer("ab", add_special_tokens=False).input_ids == [97]
     assert tokenizer.eos_token == "</s>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "<user>ab"
-
-
-# ---------------------------------------------------------------- rotary embeddings
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float) -> torch.Tensor:
@@ -204,9 +191,6 @@ def test_attention_of_the_largest_gemma_2_is_scaled_by_its_heads(tmp_path: Path,
     with patch("swarm_models.checkpoints.gguf.weights.AutoConfig.from_pretrained", return_value=config):
         found = _read_config(tmp_path / "tiny.gguf", GgufHeader({"general.architecture": "gemma2"}, {}))
     assert found.query_pre_attn_scalar == scalar
-
-
-# ---------------------------------------------------------------- what can be wrong
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
