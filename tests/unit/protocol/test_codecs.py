@@ -115,7 +115,6 @@ def test_a_row_does_not_depend_on_others(name: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", LOSSY)
 def test_what_is_not_finite_is_not_hidden(name: str, value: float, width: int) -> None:
-    """Alone or among many; the rows beside it are as they were."""
     tensor = random(3, width)
     for count in (1, 2, 3, 40):
         tensor[1, :count] = value
@@ -140,7 +139,6 @@ def test_zeros_and_the_smallest_numbers(name: str) -> None:
 
 @given(st.integers(0, 2), st.sampled_from([1, 64, 129, 256]), st.randoms(use_true_random=False))
 def test_any_bytes_can_be_decoded(num_rows: int, width: int, chance: object) -> None:
-    """Indices beyond the row among them."""
     size = encoded_bytes("int4", num_rows, width, 4)
     data = chance.randbytes(size)
     wire = pb.Tensor(dtype=pb.FLOAT32, shape=[num_rows, width], codec=pb.INT4_BLOCKS, size_bytes=size, data=data)

@@ -32,7 +32,8 @@ def test_a_membership_of_another_swarm_is_refused_before_a_key_file_is_made(role
     assert not (tmp_path / "key").exists()
 
 
-def test_servers_do_not_share_a_file_with_a_key_and_clients_do(tmp_path: Path) -> None:
+def test_servers_do_not_share_a_file_with_a_key_and_clients_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_protocol.net.identity._LOCK_WAIT_S", 0.1)
     for role in (Role.SERVER, Role.CLIENT):
         member(role).write(tmp_path / str(role))
     server = SwarmAccess.of(Role.SERVER, tmp_path / "server", tmp_path / "key")

@@ -9,25 +9,12 @@ from swarm_protocol.dht.notices.accusations import MAX_DOUBTED, MAX_EVIDENCE, Ac
 from swarm_protocol.dht.stored_records import items_of, store_item
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.quick_keys import new_identity
+from tests.unit.protocol.dht.test_group_candidates import StoredItems
 from tests.unit.support import run
 
 
-class Node:
-    """Of a DHT with one key."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, SimpleNamespace] = {}
-
-    async def store(self, _key: str, value: bytes, _expires_at: float, subkey: str) -> bool:
-        self.items[subkey] = SimpleNamespace(value=value)
-        return True
-
-    async def get(self, _key: str, latest: bool) -> SimpleNamespace:
-        return SimpleNamespace(value=self.items)
-
-
 def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None:
-    node, identity = Node(), new_identity()
+    node, identity = StoredItems(), new_identity()
     accusations = AccusationRegistry(lambda: node, "swarm", "model", identity, None)  # type: ignore[arg-type,return-value]
     evidence = [pb.Evidence(hidden_size=number) for number in range(9)]
     doubted = [f"server {number}" for number in range(9)]
@@ -37,7 +24,7 @@ def test_the_last_evidence_and_the_first_doubts_are_published_and_read() -> None
         identity.peer_id,
         pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], doubted=doubted[:MAX_DOUBTED]),
     )
-    (item,) = node.items.values()
+    ((item,),) = (items.values() for items in node.items.values())
     item.value = pb.Accusations(evidence=evidence, doubted=doubted).SerializeToString()  # who publishes more
     ((_, said),) = run(accusations.read())
     assert (len(said.evidence), len(said.doubted)) == (MAX_EVIDENCE, MAX_DOUBTED)

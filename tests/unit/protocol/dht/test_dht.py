@@ -31,6 +31,7 @@ from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hosts import host_port, split_address
 from swarm_protocol.net.identity import Identity
+from tests.marks import SLOW
 from tests.quick_keys import new_identity
 from tests.unit.support import TIMEOUT_S, server_record, until
 
@@ -165,29 +166,6 @@ class TestRecords:
             await until(expired)
 
         run(expire())
-
-    def test_models_and_swarms_are_apart(self, run: Run, nodes: Nodes, model: str) -> None:
-        async def look() -> None:
-            await nodes.member.publish(server_record(nodes.member.peer_id, model=model))
-            assert (await nodes.client.view(model + "-other", 8)).servers == ()
-            elsewhere = await Dht.join("another swarm", nodes.peers, new_identity())
-            assert (await elsewhere.view(model, 8)).servers == ()
-            assert await elsewhere.models() == {}
-            await elsewhere.shutdown()
-
-        run(look())
-
-    def test_lists_the_models_served(self, run: Run, nodes: Nodes, model: str) -> None:
-        async def models() -> dict[str, int]:
-            server = await Dht.join(SWARM, nodes.peers, new_identity())  # one server has one model
-            await server.publish(server_record(server.peer_id, model=model, num_blocks=12))
-            models = await nodes.client.models()
-            await server.publish(server_record(server.peer_id, model=model, num_blocks=12, state=ServerState.OFFLINE))
-            assert model not in await nodes.client.models()
-            await server.shutdown()
-            return models
-
-        assert run(models())[model] == 12
 
 
 class TestStrangers:
@@ -359,10 +337,6 @@ class TestStrangers:
 
 
 class TestJoining:
-    def test_the_address_is_that_of_the_identity(self, nodes: Nodes) -> None:
-        assert nodes.peers[0].endswith(f"/p2p/{nodes.identities[0].peer_id}")
-        assert nodes.founder.peer_id == nodes.identities[0].peer_id
-
     def test_one_living_initial_peer_is_enough(self, run: Run, nodes: Nodes, unused_peer: str) -> None:
         async def join() -> None:
             node = await Dht.join(SWARM, [unused_peer, *nodes.peers], new_identity())
@@ -397,12 +371,9 @@ class TestJoining:
     @pytest.mark.parametrize(
         "peer",
         [
-            "",
             "127.0.0.1:31337",
             "/ip4/127.0.0.1/tcp/31337",
             "/ip4/127.0.0.1/tcp/99999/p2p/PEER",
-            "/ip4/999.0.0.1/tcp/1/p2p/PEER",
-            "/ip4/127.0.0.1/tcp/x/p2p/PEER",
             "/ip4/127.0.0.1/tcp/1/p2p/" + "z" * 46,
             "/ip4/127.0.0.1/tcp/1/p2p/PEER/tcp/2",
             "peer=/ip4/127.0.0.1/tcp/1/p2p/PEER",
@@ -413,6 +384,7 @@ class TestJoining:
         with pytest.raises(ValueError, match="is no multiaddr of a peer: expected /ip4/ADDRESS/tcp/PORT/p2p/PEER_ID"):
             run(Dht.join(SWARM, [*nodes.peers, peer], nodes.identities[0]))
 
+    @SLOW
     def test_a_wrong_clock_is_said_with_its_offset(self, run: Run, nodes: Nodes) -> None:
         """In a process of its own, whose time is changed before anything reads it."""
         script = """

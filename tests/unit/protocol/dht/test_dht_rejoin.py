@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from swarm_protocol.dht import bootstrap
@@ -12,7 +10,7 @@ from swarm_protocol.dht.node import Listening
 from swarm_protocol.net.hivemind_parts import ControlFailure
 from tests.marks import SLOW
 from tests.quick_keys import new_identity
-from tests.unit.support import quiet_port, run, server_record, until
+from tests.unit.support import quiet_port, server_record, until
 from tests.worlds.virtual_time import run_virtually
 
 SWARM = "test"
@@ -58,7 +56,6 @@ async def test_a_client_finds_those_who_came_after_all_it_knew_were_gone() -> No
 
 @SLOW  # libp2p does not dial for 5 s
 async def test_a_client_finds_one_that_is_back_at_its_old_address() -> None:
-    """After it has asked there in vain."""
     identity, port = new_identity(), quiet_port()
     first = await Dht.join(SWARM, [], identity, Listening(HOST, port))
     (address,) = await first.addresses()
@@ -88,7 +85,6 @@ class Dialling:
 
 
 def test_libp2p_is_asked_again_while_it_does_not_dial() -> None:
-    """It does not for 5 s, at least."""
     assert bootstrap._BACKOFF_S > 5.0
     busy = Dialling(*["failed to dial: dial backoff"] * round(bootstrap._BACKOFF_S / bootstrap._RETRY_S))
     run_virtually(bootstrap._connect(busy, None, None))
@@ -100,7 +96,6 @@ def test_libp2p_is_asked_again_while_it_does_not_dial() -> None:
 
 
 async def test_two_halves_become_one_swarm() -> None:
-    """Whoever reads, through whichever half it came, sees the servers of both."""
     nodes = [await Dht.join(SWARM, [], new_identity(), Listening(HOST)) for _ in range(2)]
     client = await Dht.join(SWARM, await nodes[0].addresses(), new_identity())
     for node in nodes:
@@ -124,28 +119,16 @@ async def test_its_own_address_leads_nowhere() -> None:
     await node.shutdown()
 
 
-async def test_what_is_no_address_is_a_users_mistake() -> None:
-    node = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
-    try:
-        with pytest.raises(ValueError, match="is no multiaddr of a peer"):
-            await node.connect_to(["127.0.0.1:1"])
-    finally:
-        await asyncio.wait_for(node.shutdown(), 10)
-
-
-def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_it() -> None:
-    async def check() -> None:
-        other = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
-        server = await Dht.join(SWARM, await other.addresses(), new_identity(), Listening(HOST))
-        assert await server.publish(server_record(server.peer_id))
-        await until(lambda: known(other, server))
-        server.serve_others(False)  # from here on, the other one may tell it of itself
-        assert await server.publish(server_record(server.peer_id))
-        await sees(other, server)
-        for node in (server, other):
-            await node.shutdown()
-
+async def test_a_server_that_others_cannot_reach_any_more_publishes_though_they_know_it() -> None:
     async def known(node: Dht, whom: Dht) -> bool:
         return node.knows(whom.peer_id)
 
-    run(check())
+    other = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
+    server = await Dht.join(SWARM, await other.addresses(), new_identity(), Listening(HOST))
+    assert await server.publish(server_record(server.peer_id))
+    await until(lambda: known(other, server))
+    server.serve_others(False)  # from here on, the other one may tell it of itself
+    assert await server.publish(server_record(server.peer_id))
+    await sees(other, server)
+    for node in (server, other):
+        await node.shutdown()

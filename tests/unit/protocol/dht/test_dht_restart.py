@@ -46,7 +46,6 @@ async def test_it_is_the_same_peer_at_the_same_address_with_all_that_it_stores(m
 
 
 async def test_it_meets_those_again_that_it_knew() -> None:
-    """Who do not look for it."""
     founder = await Dht.join(SWARM, [], new_identity(), Listening(HOST))
     member = await Dht.join(SWARM, await founder.addresses(), new_identity(), Listening(HOST))
     await member.remember_peers()

@@ -12,7 +12,6 @@ from swarm_protocol.dht import node as module
 from swarm_protocol.dht.node import Listening, start
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.net.hivemind_parts import DHTNode
-from tests.unit.support import run
 from tests.worlds.identities import identity
 
 
@@ -36,7 +35,7 @@ class FakeDaemon:
     ],
     ids=["failed", "cancelled", "late"],
 )
-def test_the_daemon_of_a_node_that_does_not_start_is_stopped(
+async def test_the_daemon_of_a_node_that_does_not_start_is_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: BaseException, raised: type[BaseException]
 ) -> None:
     daemon = FakeDaemon(tmp_path / "control")
@@ -47,11 +46,8 @@ def test_the_daemon_of_a_node_that_does_not_start_is_stopped(
     async def create(**_: Any) -> None:
         raise failure
 
-    async def scenario() -> None:
-        with pytest.raises(raised):
-            await start(identity(0), Listening())
-        assert daemon.is_shut_down and not (tmp_path / "control").exists()
-
     monkeypatch.setattr(module, "_start_daemon", start_daemon)
     monkeypatch.setattr(DHTNode, "create", create)
-    run(scenario())
+    with pytest.raises(raised):
+        await start(identity(0), Listening())
+    assert daemon.is_shut_down and not (tmp_path / "control").exists()

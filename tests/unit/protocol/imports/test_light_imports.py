@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from swarm_protocol.imports.light_imports import FOR_OTHERS
+from tests.marks import SLOW
 
 USES = {
     "torch.export": "export",
@@ -45,8 +46,6 @@ for order in orders:
     optimizer.step()
     os._exit(0)
 """
-
-
 TEXT = """
 import sys
 from swarm_protocol.imports.late_modules import has_run
@@ -68,7 +67,6 @@ HEAVY += ["torch._meta_registrations", "torch._prims", "torch._decomp"]
 
 
 def test_a_command_that_writes_text_does_without_what_is_for_others() -> None:
-    """And has all that it needs; what was left out is there once somebody asks."""
     result = subprocess.run([sys.executable, "-c", TEXT.format(heavy=HEAVY)], capture_output=True, text=True)
     assert result.stdout.splitlines() == ["", "a b", "True True"], result.stderr
 
@@ -77,8 +75,9 @@ def test_every_package_is_tried() -> None:
     assert set(USES) == set(FOR_OTHERS)
 
 
+@SLOW
 def test_they_wait_and_can_be_asked_in_any_order() -> None:
-    orders = [random.Random(seed).sample(list(USES.items()), len(USES)) for seed in range(3)]
+    orders = [random.Random(seed).sample(list(USES.items()), len(USES)) for seed in range(2)]
     script = SCRIPT.format(orders=orders)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["", "True", "True", "True"] and result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["", "True", "True"] and result.returncode == 0, result.stderr

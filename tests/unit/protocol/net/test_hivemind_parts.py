@@ -14,6 +14,7 @@ import torch
 from hivemind.dht.traverse import traverse_dht
 
 from swarm_protocol.net.hivemind_parts import DHTID
+from tests.marks import SLOW
 
 
 def test_torch_shares_tensors_without_a_process_of_its_own() -> None:
@@ -50,6 +51,7 @@ def test_a_cancelled_lookup_says_nothing_and_other_complaints_are_heard(caplog: 
         assert len([record for record in caplog.records if "something" in record.getMessage()]) == 1
 
 
+@SLOW
 def test_a_closing_daemon_says_nothing_to_whoever_only_trains() -> None:
     program = (
         "import swarm_training, logging; from swarm_training.run.training_run import TrainingRun; "

@@ -69,7 +69,6 @@ def test_each_caller_may_have_half_and_two_may_have_all() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 99)), max_size=60))
 def test_something_is_left_for_one_more(wishes: list[tuple[str, int]]) -> None:
-    """Whoever takes what, in whatever pieces: nobody has more than three times what is left for the others."""
     shares = Shares(1000)
     for name, amount in wishes:
         caller = Caller(name)

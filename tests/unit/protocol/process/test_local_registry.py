@@ -168,9 +168,6 @@ def test_the_living_come_first(tmp_path: Path, registry: LocalRegistry) -> None:
     [
         "",
         "{",
-        "[]",
-        "{}",
-        '{"pid": 1}',
         '{"addresses": 5}',
         '{"addresses": [], "pid": "x", "started": 1, "host": "HOST", "network": ""}',
         '{"addresses": [], "pid": 1000000000000000000000, "started": 1, "host": "HOST", "network": ""}',

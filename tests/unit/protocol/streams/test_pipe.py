@@ -89,8 +89,6 @@ async def test_streams_are_closed_whatever_a_splice_fails_with() -> None:
 
 
 def test_what_is_no_loss_is_told() -> None:
-    """A mistake of ours on a connection that is there."""
-
     class Writer:
         def write(self, _data: bytes) -> None:
             raise RuntimeError("a mistake")

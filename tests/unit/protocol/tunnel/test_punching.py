@@ -15,7 +15,6 @@ LOCAL = "127.0.0.1"
 
 @pytest.mark.parametrize("first", [0, 1])
 async def test_two_that_connect_to_each_other_have_one_connection(first):
-    """Whichever of them begins, and is refused or accepted."""
     with Hole(socket.AF_INET) as one, Hole(socket.AF_INET) as other:
         ways = [lambda: one.through("other", LOCAL, other.port), lambda: other.through("one", LOCAL, one.port)]
         begun = asyncio.ensure_future(ways[first]())

@@ -175,7 +175,6 @@ async def test_a_relay_that_relays_no_more_lets_its_servers_go() -> None:
 
 
 async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the address of the caller could be met, or not."""
     monkeypatch.setattr(accepting, "hole_beside", lambda _relay_host: None)
     connected: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda _reader, writer: connected.append(writer), LOCAL, 0)

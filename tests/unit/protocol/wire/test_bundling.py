@@ -42,30 +42,6 @@ def test_what_is_put_in_one_turn_is_one_message() -> None:
     assert sent_of(small(1, 2, 3), small(4), small(5, 6)) == [[1, 2, 3], [4], [5, 6]]
 
 
-async def test_tasks_that_are_ready_together_share_a_message() -> None:
-    messages: list[list[int]] = []
-
-    async def send(message: pb.TakenBundle) -> None:
-        messages.append([entry.number for entry in message.steps])
-
-    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
-    sending = asyncio.ensure_future(outbox.send_all())
-    gate = asyncio.Event()
-
-    async def put(number: int) -> None:
-        await gate.wait()
-        outbox.put(*small(number))
-
-    tasks = [asyncio.ensure_future(put(number)) for number in range(1, 9)]
-    await asyncio.sleep(0)
-    gate.set()
-    await asyncio.gather(*tasks)
-    while outbox.size_bytes:
-        await asyncio.sleep(0)
-    sending.cancel()
-    assert messages == [list(range(1, 9))]
-
-
 def test_no_message_has_too_many_entries_or_bytes() -> None:
     numbers = list(range(1, 2 * MAX_BUNDLED + 2))
     sizes = [len(message) for message in sent_of(small(*numbers))]
