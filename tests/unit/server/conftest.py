@@ -1,4 +1,4 @@
-"""Blocks of tiny models, loaded once for all tests of a module."""
+"""Blocks of tiny models, loaded once for all tests of a module, and room for their sessions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.kv.kv_cache import CacheBudget
 from tests.zoo import save_checkpoint
 
 
@@ -29,3 +30,9 @@ def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BlockS
 @pytest.fixture
 def llama(stack_of: Callable[[str], BlockStack]) -> BlockStack:
     return stack_of("llama")
+
+
+@pytest.fixture
+def budget() -> CacheBudget:
+    """Return room for more than any test needs."""
+    return CacheBudget(1 << 30, 1)

@@ -52,6 +52,8 @@ def test_every_flag_reaches_the_config() -> None:
             ServerConfig(devices=("cuda:0", "cuda:1"), tensor_parallel=True, num_blocks=1),
         ),
         (["--no-prefix-cache"], ServerConfig(prefix_cache="none")),
+        (["--cache-memory", "1.5GiB"], ServerConfig(cache_bytes=3 << 29)),
+        (["--throughput", "auto"], ServerConfig(throughput=None)),
     ],
 )
 def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
@@ -91,15 +93,27 @@ def test_other_flags(argv: list[str], expected: ServerConfig) -> None:
         (["--balance-margin", "nan"], "balance_margin is nan: expected a number above 0"),
         (["--initial-blocks", "3"], "blocks '3' are no range of blocks"),
         (["--initial-blocks", "3:5", "--blocks", "3:5"], "blocks and initial_blocks are both given"),
+        (["--blocks", "10:10"], "blocks 10:10 are no range of blocks: expected START:END with 0 <= START < END"),
+        (["--blocks", "a:b"], "blocks 'a:b' are no range of blocks: expected START:END, for example 10:20"),
+        (["--quant", "int3"], "quantisation 'int3' is unknown: expected one of .*int8"),
+        (["--dtype", "int8"], "dtype 'int8' is unknown: expected one of auto, float32, bfloat16, float16"),
+        (["--port", "65536"], "port 65536 is no port: expected 0 to 65535"),
+        (["--dht-port", "100000"], "dht_port 100000 is no port"),
+        (["--throughput", "fast"], "throughput 'fast' is not understood: expected auto or a number"),
+        (["--throughput", "0"], "throughput is 0.0: expected a number of tokens per second above 0"),
+        (["--throughput", "nan"], "throughput is nan: expected"),
+        (["--throughput", "inf"], "throughput is inf: expected"),
+        (["--swarm", "a/b"], "swarm name 'a/b' is not usable: expected 1 to 64 letters"),
+        (["--cache-tokens", "0"], "cache_tokens is 0: expected at least 1"),
+        (["--cache-memory", "0GiB"], "cache_bytes is 0: expected at least 1"),
+        (["--chunk-tokens", "0"], "chunk_tokens is 0: expected at least 1"),
+        (["--max-sessions", "0"], "max_sessions is 0: expected at least 1"),
+        (["--cache-memory", "1GB", "--cache-tokens", "9"], "cache_tokens and cache_bytes are both given: expected one"),
     ],
 )
-def test_how_many_blocks_is_said_once(argv: list[str], sentence: str) -> None:
+def test_a_wrong_value_says_what_was_expected(argv: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         config(*argv)
-
-
-def test_room_for_keys_and_values_may_be_given_as_memory() -> None:
-    assert config("--cache-memory", "1.5GiB") == ServerConfig(cache_bytes=3 << 29)
 
 
 def test_room_outside_the_cache(tmp_path: Path) -> None:
@@ -111,37 +125,6 @@ def test_room_outside_the_cache(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: expected a directory"):
         config("--kv-offload-disk", "1GiB", "--kv-offload-dir", str(tmp_path / "file"))
-
-
-def test_room_is_given_in_one_way() -> None:
-    with pytest.raises(ValueError, match="cache_tokens and cache_bytes are both given: expected one of them"):
-        config("--cache-memory", "1GB", "--cache-tokens", "100")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "reason"),
-    [
-        ("blocks", "10:10", "blocks 10:10 are no range of blocks: expected START:END with 0 <= START < END"),
-        ("blocks", "a:b", "blocks 'a:b' are no range of blocks: expected START:END, for example 10:20"),
-        ("quant", "int3", "quantisation 'int3' is unknown: expected one of .*int8"),
-        ("dtype", "int8", "dtype 'int8' is unknown: expected one of auto, float32, bfloat16, float16"),
-        ("port", "65536", "port 65536 is no port: expected 0 to 65535"),
-        ("dht-port", "100000", "dht_port 100000 is no port"),
-        ("throughput", "fast", "throughput 'fast' is not understood: expected auto or a number"),
-        ("throughput", "0", "throughput is 0.0: expected a number of tokens per second above 0"),
-        ("throughput", "nan", "throughput is nan: expected"),
-        ("throughput", "inf", "throughput is inf: expected"),
-        ("swarm", "a/b", "swarm name 'a/b' is not usable: expected 1 to 64 letters"),
-        ("cache-tokens", "0", "cache_tokens is 0: expected at least 1"),
-        ("cache-memory", "much", "size 'much' is not understood: expected a number with a unit, such as 2GiB"),
-        ("cache-memory", "0GiB", "cache_bytes is 0: expected at least 1"),
-        ("chunk-tokens", "0", "chunk_tokens is 0: expected at least 1"),
-        ("max-sessions", "0", "max_sessions is 0: expected at least 1"),
-    ],
-)
-def test_a_value_out_of_range_says_what_was_expected(flag: str, value: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        config(f"--{flag}={value}")
 
 
 @pytest.mark.parametrize(
@@ -157,10 +140,6 @@ def test_what_cannot_be_parsed_ends_with_usage(argv: list[str], reason: str, cap
         config(*argv)
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
-
-
-def test_an_automatic_throughput_is_measured_later() -> None:
-    assert config("--throughput", "auto").throughput is None
 
 
 def test_the_package_that_metrics_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

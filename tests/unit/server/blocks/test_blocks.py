@@ -61,7 +61,7 @@ def swarm(request, swarm_of: Callable[[str], Swarm]) -> Swarm:
 @pytest.mark.parametrize(
     ("swarm", "chain"),
     [
-        *(pytest.param(name, "two", marks=LONG if name in ALIKE else ()) for name in SPLIT),
+        *(pytest.param(name, "two", marks=LONG if name in ALIKE else () if name in FEW else SLOW) for name in SPLIT),
         *(pytest.param(name, "in-the-middle", marks=SLOW) for name in ("llama", "gemma3_text", "qwen3_next")),
         *(pytest.param(name, "single-blocks", marks=SLOW) for name in UNLIKE),
     ],
@@ -115,9 +115,6 @@ def assert_same_weights(block: nn.Module, expected: nn.Module) -> None:
         for name, tensor in getattr(expected, tensors)():
             assert found[name].dtype == tensor.dtype, name
             assert torch.equal(found[name], tensor), name
-
-
-# ---------------------------------------------------------------- loading and views, on a few families
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "bloom"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.zoo import save_checkpoint
 
 BLOCK = (128, 128)
 MIB = 2**20
-NUM_BLOCKS = 5
+NUM_BLOCKS = 3
 SLACK_BYTES = 8 * MIB  # Python objects, buffers of file reads
 
 # Prints, in bytes: growth of the peak of resident memory, size of the loaded blocks, size of the largest block in fp32.
@@ -30,8 +31,14 @@ import gc, resource, sys
 import torch
 from torch import nn
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from swarm_models.quantization import quantize_
 from swarm_protocol.span import Span
 from swarm_server.blocks.blocks import load_blocks
+from swarm_server.blocks.packed_layers import PackedLayers
+from swarm_server.blocks.weight_cache import WeightCache
+
+CPU = torch.device("cpu")
+checkpoint, method = ModelCheckpoint.open(sys.argv[1]), sys.argv[2]
 
 class Narrow(nn.Module):
     def __init__(self, weight):
@@ -48,84 +55,15 @@ def narrow(block, index):
                 delattr(module, name)
                 setattr(module, name, Narrow(parameter))
 
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-small, large = (ModelCheckpoint.open(path) for path in sys.argv[1:])
-torch.set_num_threads(1)
-load_blocks(small, Span(0, 1), transform=narrow)
-blocks = large.family.all_blocks
-gc.collect()
-filler = torch.ones(max(0, peak() - resident()) // 4)
-before = resident()
-stack = load_blocks(large, blocks, transform=narrow)
-held = sum(t.nbytes for t in [*stack.blocks.parameters(), *stack.blocks.buffers()])
-print(peak() - before, held, 4 * max(large.family.block_parameters))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama", torch.float32),
-        pytest.param("llama", torch.float8_e4m3fn, marks=SLOW),
-        pytest.param("mixtral", torch.bfloat16, marks=SLOW),
-    ],
-)
-def test_peak_while_loading(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    sizes = {
-        "llama": dict(hidden_size=512, intermediate_size=2304),
-        "mixtral": dict(hidden_size=512, intermediate_size=768),
-    }
-    for directory, options in (
-        ("small", {"num_hidden_layers": 1}),
-        ("large", {"num_hidden_layers": NUM_BLOCKS, **sizes[name]}),
-    ):
-        if dtype == torch.float8_e4m3fn:
-            publish(
-                tmp_path / directory, fp8_config(BLOCK), lambda weight: fp8_blocks(weight, BLOCK), name=name, **options
-            )
-        else:
-            save_checkpoint(name, tmp_path / directory, dtype=dtype, max_shard_size="50MB", **options)
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path / "small", tmp_path / "large"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    growth_bytes, held_bytes, block_bytes = map(int, result.stdout.split())
-    assert block_bytes > 1.9 * SLACK_BYTES
-    assert held_bytes < block_bytes * NUM_BLOCKS / 3.9
-    assert growth_bytes > held_bytes  # the measure is sound
-    assert growth_bytes < held_bytes + block_bytes + SLACK_BYTES, (
-        f"peak grew by {growth_bytes / MIB:.0f} MiB; the blocks take {held_bytes / MIB:.0f} MiB, "
-        f"one in fp32 {block_bytes / MIB:.0f} MiB"
-    )
-
-
-# As SCRIPT, of blocks that are quantised as servers do it; prints the growth and the bytes of the blocks' weights.
-PACKED_SCRIPT = """
-import gc, resource, sys
-import torch
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_protocol.span import Span
-from swarm_server.blocks.blocks import load_blocks
-from swarm_server.blocks.packed_layers import PackedLayers
-from swarm_models.quantization import quantize_
-from swarm_server.blocks.weight_cache import WeightCache
-
-CPU = torch.device("cpu")
-
-def load(checkpoint, span):
-    layers = PackedLayers(WeightCache(0), sys.argv[2], CPU, torch.float32, checkpoint.family)
+def load(span):
+    if method == "narrow":
+        stack = load_blocks(checkpoint, span, transform=narrow)
+        return stack, sum(t.nbytes for t in [*stack.blocks.parameters(), *stack.blocks.buffers()])
+    layers = PackedLayers(WeightCache(0), method, CPU, torch.float32, checkpoint.family)
     made = []
 
     def transform(block, index):
-        made.append(quantize_(block, sys.argv[2], CPU, torch.float32, eight_bits=layers.eight_bits(index)))
+        made.append(quantize_(block, method, CPU, torch.float32, eight_bits=layers.eight_bits(index)))
 
     stack = load_blocks(checkpoint, span, transform=transform, layers=layers)
     return stack, sum(report.quantised_bytes for report in [layers.report, *made])
@@ -137,21 +75,50 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 torch.set_num_threads(1)
-checkpoint = ModelCheckpoint.open(sys.argv[1])
-load(checkpoint, Span(0, 1))
+load(Span(0, 1))
 gc.collect()
 filler = torch.ones(max(0, peak() - resident()) // 4)
 before = resident()
-stack, needed = load(checkpoint, Span(1, 3))
-print(peak() - before, needed)
+stack, held = load(Span(1, checkpoint.family.num_blocks))
+print(peak() - before, held, 4 * max(checkpoint.family.block_parameters))
 """
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+
+
+def measured(path: Path, method: str) -> Iterator[int]:
+    """Load all blocks but the first in a process of its own, and return what it prints."""
+    command = [sys.executable, "-c", SCRIPT, path, method]
+    return map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "width"),
+    [
+        ("llama", torch.float32, 2304),
+        pytest.param("llama", torch.float8_e4m3fn, 2304, marks=SLOW),
+        pytest.param("mixtral", torch.bfloat16, 768, marks=SLOW),
+    ],
+)
+def test_peak_while_loading(name: str, dtype: torch.dtype, width: int, tmp_path: Path) -> None:
+    sizes = dict(hidden_size=512, intermediate_size=width, num_hidden_layers=1 + NUM_BLOCKS)
+    if dtype == torch.float8_e4m3fn:
+        publish(tmp_path, fp8_config(BLOCK), partial(fp8_blocks, block=BLOCK), name=name, **sizes)
+    else:
+        save_checkpoint(name, tmp_path, dtype=dtype, max_shard_size="50MB", **sizes)
+    growth_bytes, held_bytes, block_bytes = measured(tmp_path, "narrow")
+    assert block_bytes > 1.9 * SLACK_BYTES
+    assert held_bytes < block_bytes * NUM_BLOCKS / 3.9
+    assert growth_bytes > held_bytes  # the measure is sound
+    assert growth_bytes < held_bytes + block_bytes + SLACK_BYTES, (
+        f"peak grew by {growth_bytes / MIB:.0f} MiB; the blocks take {held_bytes / MIB:.0f} MiB, "
+        f"one in fp32 {block_bytes / MIB:.0f} MiB"
+    )
 
 
 LLAMA = dict(hidden_size=1024, intermediate_size=2816, num_attention_heads=16)
 
 
 @SLOW
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -169,7 +136,6 @@ def test_blocks_in_fp8_are_packed_as_they_are_read(name: str, sizes: dict[str, o
 
 
 @SLOW
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_blocks_of_a_gguf_file_are_packed_as_they_are_read(method: str, tmp_path: Path) -> None:
@@ -180,8 +146,6 @@ def test_blocks_of_a_gguf_file_are_packed_as_they_are_read(method: str, tmp_path
 
 def assert_packed_as_read(path: Path, method: str) -> None:
     """The peak is at most a fifth above what the blocks take. An fp32 matrix would be half a block or more."""
-    command = [sys.executable, "-c", PACKED_SCRIPT, path, method]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    growth_bytes, needed_bytes = map(int, result.stdout.split())
+    growth_bytes, needed_bytes, _ = measured(path, method)
     # The system may take pages of libraries away meanwhile, which lessens the growth a little.
     assert 0.95 * needed_bytes < growth_bytes < 1.2 * needed_bytes

@@ -60,7 +60,6 @@ def test_products(shape, bias, products):
 
 @needs_onednn
 def test_gradients_of_a_sum():
-    """All of them are one number in memory."""
     original = nn.Linear(64, 48).requires_grad_(False)
     module = copy.deepcopy(original)
     use_onednn_(module)

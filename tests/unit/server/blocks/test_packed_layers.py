@@ -13,7 +13,6 @@ import torch
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.formats.packed import PackedTensor
-from swarm_models.checkpoints.safetensors_file import FileTensor
 from swarm_models.quantization import quantize_
 from swarm_models.quantization.experts import QuantizedExperts
 from swarm_protocol.span import Span
@@ -137,7 +136,6 @@ def assert_same(stack: BlockStack, expected: BlockStack) -> None:
 def test_at_most_an_expert_is_held_in_full_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path], most: int
 ) -> None:
-    """A stored tensor of four experts, or a layer of more rows than one tile, would be larger."""
     sizes: list[int] = []
     path = make(tmp_path / "model")
     tiles, read = PackedTensor.tiles, PackedTensor.read
@@ -165,15 +163,6 @@ def test_integers_of_experts_are_kept(tmp_path: Path) -> None:
         )
         for layer, weight in ((up, torch.cat([first, second])), (down, third)):
             assert (layer.quantized.dequantize() - weight).norm() < weight.norm() / 32
-
-
-def test_files_are_read_in_tiles(tmp_path: Path) -> None:
-    save_checkpoint("llama", tmp_path, num_hidden_layers=1)
-    stored = ModelCheckpoint.open(tmp_path).block_tensors(0)["model.layers.0.mlp.up_proj.weight"]
-    assert isinstance(stored, FileTensor) and stored.has_tiles
-    tiles = list(stored.tiles(40))
-    assert [len(tile) for tile in tiles[:-1]] == [40] * (len(tiles) - 1) and len(tiles) > 1
-    assert torch.equal(torch.cat(tiles), stored.read())
 
 
 def test_without_quantisation_experts_are_those_of_transformers(tmp_path: Path) -> None:

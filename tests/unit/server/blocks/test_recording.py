@@ -18,6 +18,7 @@ from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine.engine import Engine
 from tests.adapted import SALT, LocalModel
+from tests.marks import always
 from tests.unit.support import resident_bytes
 from tests.zoo import BLOCKS, HIDDEN, save_checkpoint
 
@@ -91,7 +92,7 @@ def test_no_more_is_kept_than_there_is_room_for(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("quant", ["none", "int8"])
+@pytest.mark.parametrize("quant", always("int8", among=["none", "int8"]))
 def test_what_is_counted_is_what_memory_it_takes(quant, tmp_path):
     engine = load("llama", tmp_path, quant, intermediate_size=2048)
     hidden = random(4, 200, HIDDEN)

@@ -62,9 +62,6 @@ def only_file(directory: Path) -> Path:
     return path
 
 
-# ------------------------------------------------------------ one weight
-
-
 def test_what_is_read_is_what_was_written(cache: WeightCache) -> None:
     written = weight()
     assert read(cache) is None
@@ -136,7 +133,6 @@ def test_without_a_budget_nothing_is_kept(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_used_is_told_once(
     cache: WeightCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file is in its place."""
     (tmp_path / "weights").write_text("")
     with caplog.at_level(logging.WARNING):
         for key in "ab":
@@ -248,9 +244,6 @@ def test_several_servers_at_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "weights").iterdir())) == 3
 
 
-# ------------------------------------------------------------ which tensor it is of
-
-
 def stored(path: Path) -> StoredTensor:
     return read_header(path)["weight"]
 
@@ -265,9 +258,6 @@ def test_a_changed_file_has_another_key(tmp_path: Path) -> None:
         file.write(b"\1\2\3\4")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had happened
     assert content_key(stored(path), "packing") != key
-
-
-# ------------------------------------------------------------ blocks
 
 
 class CountingCache(WeightCache):

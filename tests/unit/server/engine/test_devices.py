@@ -33,16 +33,16 @@ CPU = torch.device("cpu")
 PARTS = (Span(0, 2), Span(2, 3), Span(3, BLOCKS))
 PLACEMENTS = {"cpu": (CPU, CPU, CPU), "accelerators": (FIRST, SECOND, FIRST)}
 EVERYWHERE = (*PLACEMENTS, "cuda")
-OFTEN = ("mistral-sliding", "lfm2")
-KINDS = (*OFTEN, "deepseek_v3", "qwen3_next", "falcon_h1")  # no two keep the same
+OFTEN = (("mistral-sliding", "cpu"), ("lfm2", "accelerators"))
+KINDS = ("mistral-sliding", "lfm2", "deepseek_v3", "qwen3_next", "falcon_h1")  # no two keep the same
 
 
 def combined(names: Iterable[str], placements: Iterable[str] = EVERYWHERE) -> list[Any]:
     """Return each family with each placement as one parameter; those whose blocks are made like another's are long."""
     marks = {"cuda": (pytest.mark.cuda,)}
-    tiers = dict.fromkeys(ALIKE, (LONG,)) | dict.fromkeys(OFTEN, ())
+    tiers = {(name, placement): (LONG,) for name in ALIKE for placement in placements} | dict.fromkeys(OFTEN, ())
     return [
-        pytest.param(name, placement, marks=(*marks.get(placement, ()), *tiers.get(name, (SLOW,))))
+        pytest.param(name, placement, marks=(*marks.get(placement, ()), *tiers.get((name, placement), (SLOW,))))
         for name in names
         for placement in placements
     ]
@@ -111,9 +111,6 @@ def same(*results: list[torch.Tensor]) -> None:
         assert torch.equal(found, expected)
 
 
-# ---------------------------------------------------------------- sessions
-
-
 def generated(engine: Engine, num_rounds: int = 4) -> list[torch.Tensor]:
     """Of sessions over different blocks, of different lengths and batches, all that they are answered.
 
@@ -153,7 +150,7 @@ def generated(engine: Engine, num_rounds: int = 4) -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize(("directory", "devices"), combined(OFTEN), indirect=True)
+@pytest.mark.parametrize(("directory", "devices"), combined(KINDS[:2]), indirect=True)
 def test_sessions(directory: Path, devices) -> None:
     whole, parts = engines(directory, devices)
     same(generated(parts), generated(whole))
@@ -162,7 +159,7 @@ def test_sessions(directory: Path, devices) -> None:
 # What is placed does not depend on the family; its own code makes masks, positions and states.
 @pytest.mark.parametrize(
     ("directory", "devices"),
-    combined([name for name in SUPPORTED if name not in OFTEN], EVERYWHERE[1:]),
+    combined([name for name in SUPPORTED if name not in KINDS[:2]], EVERYWHERE[1:]),
     indirect=True,
 )
 def test_every_family_on_accelerators(directory: Path, devices) -> None:
@@ -206,7 +203,6 @@ def test_a_prefix_that_is_known(llama: Path, devices) -> None:
 
 @pytest.mark.parametrize(("directory", "devices"), combined(KINDS), indirect=True)
 def test_a_session_moves_between_servers_with_one_device_and_with_several(directory: Path, devices) -> None:
-    """As replication, standby and draining copy it."""
     budget = CacheBudget(PLENTY, 1)
     for source, target in (engines(directory, devices), reversed(engines(directory, devices))):
         original = Generation.open(source, budget, batch_size=2, keeps_outputs=True)
@@ -246,9 +242,6 @@ def test_adapters_are_where_their_block_is(llama: Path) -> None:
         assert [prompt.values.device for prompt in adapter.prompts] == [FIRST, SECOND, FIRST]
 
 
-# ---------------------------------------------------------------- passes without a session
-
-
 def test_gradients(llama: Path, devices) -> None:
     results = []
     for engine in engines(llama, devices):
@@ -278,9 +271,6 @@ def test_a_pass_that_is_kept_takes_as_much_as_on_one_device(llama: Path) -> None
     assert 0.8 < sizes[1] / sizes[0] < 1.5  # each device has its own mask and rotary embeddings
 
 
-# ---------------------------------------------------------------- number formats, and views
-
-
 def test_int8_on_parts(llama: Path) -> None:
     def prepare(block: torch.nn.Module, _index: int) -> None:
         quantize_(block, "int8", CPU, torch.float32)
@@ -293,8 +283,6 @@ def test_int8_on_parts(llama: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("method", ["none", "bnb-int8"])
 def test_bfloat16_and_bitsandbytes(llama: Path, device: str, method: str) -> None:
-    """What a server on CUDA computes, beside fp32."""
-
     def prepare(block: torch.nn.Module, _index: int) -> None:
         quantize_(block, method, torch.device(device), torch.bfloat16)
 

@@ -139,11 +139,6 @@ def engine(request: pytest.FixtureRequest, stack_of: Callable[[str], BlockStack]
     return Engine(stack_of(request.param))
 
 
-@pytest.fixture
-def budget() -> CacheBudget:
-    return CacheBudget(PLENTY, 1)
-
-
 Outputs = dict[int, list[torch.Tensor]]
 
 
@@ -201,7 +196,6 @@ class TestEveryFamily:
     def test_a_copy_of_a_session_goes_on_like_it(
         self, engine: Engine, budget: CacheBudget, keeps_outputs: bool
     ) -> None:
-        """Copied in pieces, then step by step."""
         original = Generation.open(engine, budget, batch_size=2, padded=1, keeps_outputs=keeps_outputs)
         advance(engine, [original], 3 * SLIDING + 5)
         advance(engine, [original], 1)
@@ -256,7 +250,6 @@ class TestEveryFamily:
 
 @pytest.mark.cuda
 def test_sessions_share_batches_on_cuda(tmp_path) -> None:
-    """Where rows are copied side by side for attention."""
     save_checkpoint("llama", tmp_path)
     engine = Engine(load_blocks(ModelCheckpoint.open(tmp_path), HOSTED, device="cuda"))
     everyone = [Generation.open(engine, CacheBudget(PLENTY, 1), batch_size=rows, seed=rows) for rows in (1, 3)]
@@ -284,18 +277,6 @@ class TestPrefixReuse:
             advance(engine, [first, second], 1)
         engine.close(first.session)
         advance(engine, [second], 4)
-
-    @pytest.mark.parametrize("keeps_outputs", [False, True])
-    def test_a_chunk_that_is_known_as_a_whole(self, llama: BlockStack, budget, keeps_outputs: bool) -> None:
-        engine = Engine(llama, prefix_cache=PrefixCache())
-        shared = torch.randn(1, 2 * PAGE_TOKENS, HIDDEN)
-        for seed in (1, 2):
-            generation = Generation.open(engine, budget, keeps_outputs=keeps_outputs, seed=seed)
-            (output,) = run(engine, (generation, generation.step(0, hidden=shared, num_wanted=0)))
-            assert output.shape == shared.shape
-            if keeps_outputs:
-                generation.check(output)
-            advance(engine, [generation], 3)
 
     @pytest.mark.parametrize("keeps_outputs", [False, True])
     def test_outputs_of_every_block_are_computed_though_the_content_is_known(

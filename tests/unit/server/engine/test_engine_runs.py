@@ -101,7 +101,6 @@ def test_sessions_share_what_comes_before_a_difference(
 
 
 def test_without_a_run_other_keys_are_remembered(engine: Engine) -> None:
-    """Equal hidden states are other content if they see later ones."""
     budget, length = CacheBudget(PLENTY, 1), 2 * PAGE_TOKENS
     hidden = torch.randn(1, length, HIDDEN, generator=torch.Generator().manual_seed(5))
     for seed, runs in enumerate([None, joined(length, (3, 9), kind=IN_WINDOWS), joined(length, (3, 9), kind=2), None]):
@@ -113,5 +112,4 @@ def test_without_a_run_other_keys_are_remembered(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("name", "can"), [("gemma2", True), ("llama", True), ("lfm2", False), ("deepseek_v32", False)])
 def test_which_blocks_let_positions_see_later_ones(name: str, can: bool, stack_of: Callable[[str], BlockStack]) -> None:
-    """Not those with recurrent or convolution states, nor those with an index."""
     assert can_join(Engine(stack_of(name))) is can

@@ -18,18 +18,13 @@ from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Reorder, SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.kv.prefix_cache import PrefixCache
-from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
+from tests.unit.server.engine.test_engine import HOSTED, Generation, run
 from tests.zoo import HIDDEN
 
 
 @pytest.fixture
 def engine(llama: BlockStack) -> Engine:
     return Engine(llama, prefix_cache=PrefixCache())
-
-
-@pytest.fixture
-def budget() -> CacheBudget:
-    return CacheBudget(PLENTY, 1)
 
 
 def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -74,7 +69,6 @@ def test_a_mask_that_hides_what_came_before_is_other_content(engine: Engine, bud
 
 @pytest.mark.parametrize("keeps_outputs", [False, True])
 def test_padding_is_content_as_well(engine: Engine, budget: CacheBudget, computed: list[int], keeps_outputs) -> None:
-    """Two rows of a left-padded batch, twice; and one of them with other padding."""
     prompt = torch.randn(2, 2 * PAGE_TOKENS + 3, HIDDEN)
     options = {"batch_size": 2, "keeps_outputs": keeps_outputs}
     for padded in (4, 4, 5):
@@ -103,7 +97,6 @@ def test_equal_prompts_in_pieces_of_whole_pages(
 def test_what_was_decoded_is_found_as_a_prompt(
     engine: Engine, budget: CacheBudget, computed: list[int], pieces: tuple[int, ...]
 ) -> None:
-    """However the pages were filled, and whether positions were sent or counted on."""
     content = torch.randn(1, 2 * PAGE_TOKENS + 1, HIDDEN)
     first = Generation.open(engine, budget)
     for number, hidden in enumerate(content[:, : 2 * PAGE_TOKENS].split(pieces, 1)):

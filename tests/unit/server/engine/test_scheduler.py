@@ -109,7 +109,6 @@ def test_everything_runs_on_one_other_thread(scheduler: Scheduler, engine: Engin
 async def test_what_somebody_watches_goes_before_prompts(
     scheduler: Scheduler, engine: Engine, rows: int, num_tokens: int, start: int, waits: bool
 ) -> None:
-    """One token per row, and a few positions of speculation; not a prompt, though it is short."""
     tasks = [await held(scheduler, engine)]
     tasks += [await submit(scheduler.step("prompt", step(1000), client)) for client in "ab"]
     tasks += [await submit(scheduler.step("step", step(num_tokens, rows, start), "c"))]
@@ -120,7 +119,6 @@ async def test_what_somebody_watches_goes_before_prompts(
 
 
 async def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler, engine: Engine) -> None:
-    """They go before longer prompts, and tokens of others wait for one of them at most."""
     tasks = [await held(scheduler, engine)]
     tasks += [await submit(scheduler.step("long prompt", step(64, num_following=600)))]
     tasks += [await submit(scheduler.step("prompt", step(16, num_following=19)))]
@@ -138,7 +136,6 @@ async def test_short_chunks_of_a_prompt_wait_among_prompts(scheduler: Scheduler,
 
 
 async def test_a_user_with_many_prompts_does_not_hold_up_another(scheduler: Scheduler, engine: Engine) -> None:
-    """Though both are behind one client, and the one who came first has the shorter prompts."""
     tasks = [await held(scheduler, engine)]
     tasks += [await submit(scheduler.step(f"anna {number}", step(64), "gateway", "anna")) for number in range(9)]
     tasks += [await submit(scheduler.step("bert", step(100), "gateway", "bert"))]

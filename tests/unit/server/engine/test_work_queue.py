@@ -48,7 +48,6 @@ def batches(queue: WorkQueue) -> list[list[WorkItem]]:
 
 class TestTurns:
     def test_decoding_has_every_other_turn(self) -> None:
-        """While others wait, however much of them there is and whatever came first."""
         others = [work(WorkKind.PREFILL, CHUNK) for _ in range(6)] + [call(WorkKind.TRAINING) for _ in range(3)]
         queue, kinds = filled(*others), []
         for _ in range(16):
@@ -104,7 +103,6 @@ class TestTurns:
 
     @given(st.lists(st.sampled_from(list(WorkKind)), max_size=40), st.randoms(use_true_random=False))
     def test_nobody_starves(self, arrivals: list[WorkKind], chance: random.Random) -> None:
-        """Whatever arrives meanwhile, the work that came first of its kind has its turn within ten."""
         queue, waited = WorkQueue(mixes_sessions=False), dict.fromkeys(WorkKind, 0)
         for kind in arrivals:
             for _ in range(chance.randrange(3)):
@@ -141,16 +139,9 @@ class TestBatches:
         assert batches(filled(*longer)) == [longer[:-1], longer[-1:]]
 
     def test_one_that_is_wide_is_alone(self) -> None:
-        """So that the next server begins with it, and does not wait for the others."""
         one, wide, narrow, also_wide, last = works = [work(rows=rows) for rows in (1, CHUNK // 4, 15, 200, 1)]
         assert batches(filled(*works)) == [[one, narrow, last], [wide], [also_wide]]
         assert batches(filled(wide, one, also_wide)) == [[wide], [one], [also_wide]]
-
-    def test_what_is_left_keeps_its_order(self) -> None:
-        lengths = (1, 2, 3, 2, 3, 1)
-        works = [work(num_tokens=length) for length in lengths]
-        expected = [[one for one, length in zip(works, lengths, strict=True) if length == n] for n in (1, 2, 3)]
-        assert batches(filled(*works)) == expected
 
     @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 100, 300])), max_size=30))
     def test_everything_is_computed_once_and_in_order(self, sizes: list[tuple[int, int]]) -> None:
@@ -237,7 +228,6 @@ class TestPrompts:
 
     @pytest.mark.parametrize("seed", range(2))
     def test_many_streams_of_mixed_prompts(self, seed: int) -> None:
-        """64 streams, each of which sends its next prompt when the last one has been computed."""
         chance, server, done = random.Random(seed), Server(), []
 
         def send(prompt: Prompt | None = None) -> None:
@@ -255,7 +245,6 @@ class TestPrompts:
 
     @pytest.mark.parametrize("seed", range(2))
     def test_who_sends_one_prompt_after_another_overtakes_with_less_than_a_prompt_has_itself(self, seed: int) -> None:
-        """But for chunks that were begun while the prompt had none in the queue."""
         chance, server = random.Random(seed), Server()
         streams: dict[Prompt, int] = {}
 
@@ -281,7 +270,6 @@ class TestPrompts:
                 assert overtaking <= prompt.length + CHUNK
 
     def test_clients_and_their_users_have_equal_parts_whatever_they_say_of_their_prompts(self) -> None:
-        """One client has many users and short prompts, the other one user and long ones."""
         server, counts = Server(), Counter[str]()
 
         def send(prompt: Prompt) -> None:

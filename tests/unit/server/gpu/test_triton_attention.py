@@ -36,7 +36,6 @@ def test_attention_on_cuda(heads, kv_heads, width, value_width, dtype) -> None:
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 128), ("fp16", 64), ("bf16", 128), ("bf16", 256)])
 def test_kernels_compile_for_gpus(capability: int, dtype: str, width: int) -> None:
-    """Without one: Triton brings its assembler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -54,13 +54,3 @@ def test_a_slot_takes_another_adapter_that_comes_twice_in_a_row() -> None:
         True,
         False,
     ]
-
-
-def test_a_rank_that_is_filled_up_gives_the_same() -> None:
-    one, other = placed(3, 1), placed(3, 2)
-    slot = AdapterSlot(one)
-    for adapter in (one, other):
-        assert [slot.holds(adapter), slot.holds(adapter)][1]
-        (part,), (ours,) = adapter.adapter.low_rank, slot.adapter.adapter.low_rank
-        assert ours.a.shape == (16, IN) and ours.a.t().is_contiguous() and ours.b.t().is_contiguous()
-        torch.testing.assert_close(ours.b @ ours.a, part.b @ part.a)

@@ -22,9 +22,9 @@ from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
 from swarm_server.graph.step_graph import StepGraphs
 from swarm_server.kv.kv_cache import CacheBudget
-from tests.families import FAMILIES
+from tests.marks import always
 from tests.unit.server.engine.test_engine import HOSTED, PLENTY, Generation, run
-from tests.zoo import BLOCKS, HEADS, HIDDEN, KV_HEADS, SLIDING, save_checkpoint
+from tests.zoo import BLOCKS, HEADS, HIDDEN, KV_HEADS, SLIDING, SUPPORTED, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not KernelWeight.is_available(), reason="no compiled kernel")
 
@@ -73,7 +73,7 @@ def counted_steps(engine: Engine) -> Counted:
     return counted
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=always(*CHECKED, "gpt2", "phi", "mixtral", "lfm2", among=SUPPORTED))
 def name(request) -> str:
     return request.param
 
@@ -143,7 +143,6 @@ def test_steps_are_programs_that_give_what_the_code_gives_or_say_why_not(name: s
 
 
 def test_rows_do_not_depend_on_their_mates(llama: BlockStack) -> None:
-    """Bit for bit, whatever the number of rows."""
     engine = Engine(llama)
     counted = counted_steps(engine)
     budget = CacheBudget(PLENTY, 1)

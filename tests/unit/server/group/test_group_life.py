@@ -318,7 +318,6 @@ def test_silent_connections_keep_nobody_out() -> None:
 
 
 def test_nobody_is_greeted_any_more_once_the_lobby_is_shut() -> None:
-    """Also not a connection that was accepted a moment before."""
     with member() as (leader, lobby):
         leader.lead()
         host, _, port = lobby.address.rpartition(":")

@@ -21,14 +21,12 @@ from swarm_server.group import forming, links
 from swarm_server.group.forming import GroupLeader, GroupRefused, judge
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import HandshakeFailed, Hello
-from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, MemberLink, NotSealed
+from swarm_server.group.links import Deal, LeaderLinks, MemberLink, NotSealed
 from swarm_server.group.members import follow
 from swarm_server.group.payoff import Payoff, measured
 from swarm_server.group.remote import Lobby, RemoteGroup, connected_to_leader
-from swarm_server.group.split_weight import SplitWeight
 from swarm_server.node.addresses import free_port
 from tests.swarm.waiting import wait_for
-from tests.unit.server.group.test_group import weights
 
 pytestmark = pytest.mark.skipif(links.library() is None, reason="no compiled kernel")
 
@@ -86,24 +84,6 @@ def test_strangers_are_refused_and_members_are_let_in(caplog: pytest.LogCaptureF
         wait_for(lambda: group().find_failure() is not None, "the leader notices, without a product")
         wait_for(lambda: "let into the group: the other end has another group key" in caplog.text, "refusal")
         wait_for(lambda: "the other has quant int4, and this one int8" in caplog.text, "refusal")
-
-
-def test_products_and_measurements_through_a_group_between_machines() -> None:
-    whole, x = weights("int8"), torch.randn(3, 96)
-    own = links.OwnWeights([whole.part(Deal.by_speed([1.0, 1.0]).rows_of(200, 1))])
-    with waiting_leader() as (address, group):
-
-        def serve() -> None:
-            with pytest.raises(GroupEnded):
-                follower(address).follow(own)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        together = group().links
-        assert together.links[0].exchange_s(1000) > 0
-        assert torch.equal(SplitWeight(0, whole, together).matmul(x), whole.matmul(x))
-        group().close()
-        thread.join()
 
 
 def test_the_group_measures_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

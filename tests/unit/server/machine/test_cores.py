@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -25,9 +24,6 @@ core_sets = st.sets(st.integers(0, 9), min_size=1)
 @pytest.fixture(autouse=True)
 def no_quota(monkeypatch):
     monkeypatch.setattr(cores, "cpu_quota", lambda: math.inf)
-
-
-# ------------------------------------------------------------ the share
 
 
 @pytest.mark.parametrize(
@@ -69,9 +65,6 @@ def test_equal_servers_use_every_core(mine, count):
     assert max(threads) - min(threads) <= 1 and threads == sorted(threads, reverse=True)
 
 
-# ------------------------------------------------------------ registration
-
-
 def share(directory: Path, mine: set[int], **environment: str) -> CoreShare:
     return CoreShare(directory, mine, environment)
 
@@ -86,11 +79,6 @@ def test_servers_that_come_and_go(tmp_path):
             assert (first.threads(), second.threads()) == (2, 2)
         assert first.threads() == 4
     assert not list(tmp_path.glob("*.json"))
-
-
-def test_pinned_servers_do_not_meet(tmp_path):
-    with share(tmp_path, {0}) as first, share(tmp_path, {1, 2}) as second:
-        assert (first.threads(), second.threads()) == (1, 2)
 
 
 def test_omp_num_threads_wins_and_leaves_the_rest_to_others(tmp_path):
@@ -145,26 +133,6 @@ def test_killed_server_counts_no_more(tmp_path):
         other.communicate()
 
 
-def test_many_processes_at_once(tmp_path):
-    others = [
-        subprocess.Popen(
-            [sys.executable, "-c", OTHER_PROCESS, str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    for other in others:
-        assert other.stdout.readline()
-    with share(tmp_path, set(range(10))) as mine:
-        assert mine.threads() == 8  # eight cores, and a fifth of two
-        for other in others:
-            other.communicate(timeout=TIMEOUT_S)
-            assert other.returncode == 0
-        assert mine.threads() == 10
-
-
 def test_servers_of_other_machines_that_share_the_directory_do_not_count(tmp_path, monkeypatch):
     with share(tmp_path, TWO) as here:
         monkeypatch.setattr(cores, "boot_id", lambda: "another machine")
@@ -172,15 +140,6 @@ def test_servers_of_other_machines_that_share_the_directory_do_not_count(tmp_pat
             assert there.threads() == 2
             monkeypatch.undo()
             assert here.threads() == 2
-
-
-def test_the_file_says_which_process(tmp_path):
-    with share(tmp_path, FOUR):
-        (file,) = tmp_path.glob("*.json")
-        assert json.loads(file.read_text())["pid"] == os.getpid()
-
-
-# ------------------------------------------------------------ what the machine says
 
 
 def write(path: Path, text: str) -> None:

@@ -44,7 +44,6 @@ def test_only_if_it_has_grown() -> None:
 
 
 async def test_again_after_it_has_given_much() -> None:
-    """What was in use then may be free now."""
     sizes, given = [500 * MIB], [100 * MIB, MUCH_BYTES, MUCH_BYTES - 1, 0]
     trims: list[int] = []
 
@@ -84,7 +83,6 @@ async def test_what_is_freed_later_is_given_back_too() -> None:
 
 
 def test_the_system_gets_the_memory_back() -> None:
-    """Nearly all of 500 MB, of which a twentieth is in use."""
     if not hasattr(ctypes.CDLL(None), "malloc_trim"):
         pytest.skip("needs glibc")
     output = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout

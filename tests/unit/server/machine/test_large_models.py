@@ -39,6 +39,7 @@ LLAMA4 = dict(
     num_key_value_heads=8,
     head_dim=128,
 )
+# One for each kind of blocks: the page's other rows are made by the same formula.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-120b": (
         "gpt_oss",
@@ -52,39 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             num_local_experts=128,
         ),
     ),
-    "DeepSeek-V3": ("deepseek_v3", DEEPSEEK),
     "DeepSeek-V3.2": ("deepseek_v32", dict(DEEPSEEK, index_n_heads=64, index_head_dim=128)),
-    "Kimi-K2": (
-        "deepseek_v3",
-        dict(
-            LATENT,
-            hidden_size=7168,
-            intermediate_size=18432,
-            moe_intermediate_size=2048,
-            num_hidden_layers=61,
-            first_k_dense_replace=1,
-            num_attention_heads=64,
-            num_key_value_heads=64,
-            n_routed_experts=384,
-            n_group=1,
-            topk_group=1,
-            n_shared_experts=1,
-        ),
-    ),
-    "Qwen3-235B-A22B": (
-        "qwen3_moe",
-        dict(
-            hidden_size=4096,
-            intermediate_size=12288,
-            moe_intermediate_size=1536,
-            num_hidden_layers=94,
-            num_attention_heads=64,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-        ),
-    ),
-    "Llama-4-Scout": ("llama4_text", dict(LLAMA4, num_local_experts=16, interleave_moe_layer_step=1)),
     "Llama-4-Maverick": ("llama4_text", dict(LLAMA4, num_local_experts=128, interleave_moe_layer_step=2)),
     "GLM-4.6": (
         "glm4_moe",
@@ -101,17 +70,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             n_shared_experts=1,
             attention_bias=True,
             use_qk_norm=True,
-        ),
-    ),
-    "Mistral-Large-2411": (
-        "mistral",
-        dict(
-            hidden_size=12288,
-            intermediate_size=28672,
-            num_hidden_layers=88,
-            num_attention_heads=96,
-            num_key_value_heads=8,
-            head_dim=128,
         ),
     ),
 }

@@ -9,17 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from swarm_server.blocks.blocks import load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import SessionStep
 from swarm_server.kv.kv_cache import CacheBudget
 from swarm_server.machine.cores import CoreShare
 from swarm_server.metrics import throughput
 from swarm_server.metrics.throughput import Meter, SpeedCache, Speeds, measure
-from tests.zoo import save_checkpoint
 
 
 class Changes(list):
@@ -30,10 +27,8 @@ class Changes(list):
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory) -> Engine:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    return Engine(load_blocks(ModelCheckpoint.open(directory), Span(0, 4)))
+def engine(stack_of) -> Engine:
+    return Engine(stack_of("llama"))
 
 
 @pytest.mark.parametrize("span", [Span(0, 4), Span(1, 2)], ids=str)
@@ -50,9 +45,6 @@ def test_a_measurement_is_of_the_span(engine, monkeypatch, span) -> None:
     speeds = measure(engine, span)
     assert speeds.decode_tokens_per_s == pytest.approx(10 / len(span))
     assert speeds.forward_tokens_per_s == pytest.approx(64 * 10 / len(span))
-
-
-# ------------------------------------------------------------ the cache
 
 
 def cache(tmp_path, *setting: str) -> SpeedCache:
@@ -77,8 +69,6 @@ def test_another_share_of_the_machine_is_another_matter(tmp_path) -> None:
     [
         "",
         "{",
-        "[]",
-        "{}",
         '{"decode_tokens_per_s": 1}',
         '{"decode_tokens_per_s": 0, "forward_tokens_per_s": 1}',
         '{"decode_tokens_per_s": NaN, "forward_tokens_per_s": 1}',
@@ -104,9 +94,6 @@ def test_where_nothing_can_be_cached_nothing_is_lost(tmp_path) -> None:
     (tmp_path / "speeds").write_text("in the way")
     cache(tmp_path).write(Speeds(40.0, 1200.0))
     assert cache(tmp_path).read() is None
-
-
-# ------------------------------------------------------------ at work
 
 
 def fed(meter: Meter, times: int, **batch: float) -> Meter:
@@ -143,7 +130,6 @@ def test_rows_of_one_session_do_not_make_a_server_slow_for_others() -> None:
 
 
 def test_a_few_slow_batches_and_noise_change_nothing() -> None:
-    """Servers would move for it."""
     changes = Changes()
     meter = Meter(Speeds(100.0, 3000.0), 4, changes)
     fed(meter, 2, num_blocks=4, num_rows=1, num_tokens=1, seconds=0.05)

@@ -82,7 +82,6 @@ class TestRoom:
         assert arrivals.used_bytes == 0
 
     def test_tiny_parts_are_refused(self) -> None:
-        """Each is a message to be handled."""
         tensor = arriving(Arrivals(), 0)
         with pytest.raises(RequestRejected, match="a part of a tensor is empty"):
             tensor.add(b"")

@@ -93,7 +93,6 @@ async def test_many_unknown_names_have_the_swarm_read_once_in_two_seconds() -> N
 
 
 async def test_a_reading_that_had_begun_before_is_not_enough() -> None:
-    """The server may have joined in between."""
     swarm = Swarm(server("a"))
     first = asyncio.ensure_future(swarm.neighbours.stub("a"))
     await asyncio.sleep(0.05)

@@ -84,7 +84,6 @@ def test_a_line_is_measured_whatever_it_is_like(mbit: float, rtt_s: float) -> No
 
 
 def test_a_slow_line_is_not_filled() -> None:
-    """Nor measured in every round."""
     line = Line(0.6 * MBIT)
     measured(line, rounds=5)
     assert max(line.sizes) == 16 * 1024 and sum(line.sizes) <= 4 * 16 * 1024
@@ -123,7 +122,6 @@ def test_the_nearest_are_announced() -> None:
 
 @pytest.mark.run_by(function=run_virtually)
 async def test_in_a_large_swarm_few_others_are_compared_with_the_nearest() -> None:
-    """All have their turn, and a nearer one is found; each takes a connection meanwhile."""
     lines = Lines(**{f"other{number}": Line(100 * MBIT, rtt_s=0.1) for number in range(40)})
     lines.lines["other7"].rtt_s = 0.01
     probe = NetworkProbe(lines)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import MIB
 from swarm_server.net.push import ChannelPool, Pusher
 from swarm_server.net.push_bundle import PushStream, PushStreams
+from tests.marks import SLOW
 from tests.worlds.partial_service import serve_methods
 
 TIMEOUT_S = 60.0  # of what would otherwise never end
@@ -168,7 +169,6 @@ async def test_what_a_server_that_ends_has_not_taken_is_given_up_in_order():
 
 
 async def test_what_comes_after_a_stream_broke_does_not_overtake_what_was_under_way() -> None:
-    """However slowly the client takes what is given up."""
     given_up: list[int] = []
     slowly = asyncio.Event()
 
@@ -458,7 +458,6 @@ async def test_what_comes_next_can_be_computed_while_a_step_travels():
 
 
 async def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
-    """Which connects with its first call, over real gRPC."""
     other = OtherServer(num_taken=9)
     async with connected(other) as (_server, channels):
         tried: list[str] = []
@@ -480,8 +479,8 @@ async def test_sessions_that_share_a_stream_ask_for_one_connection() -> None:
         await pool.close()
 
 
+@SLOW  # gRPC has no shorter idle time than a second
 async def test_connections_are_closed_when_nobody_has_used_them_for_a_while() -> None:
-    """Over real gRPC; what is under way keeps its connection, and who comes later is given another."""
     async with connected(OtherServer(num_taken=9)) as (_server, channels):
         opened: list[grpc.aio.Channel] = []
 
@@ -491,7 +490,7 @@ async def test_connections_are_closed_when_nobody_has_used_them_for_a_while() ->
             opened.append(grpc.aio.insecure_channel(address, options=options))
             return opened[-1]
 
-        pool = ChannelPool(connect, idle_s=1.0)  # gRPC has no shorter time
+        pool = ChannelPool(connect, idle_s=1.0)
         server = ServerRecord("peer", (channels.address,), "model", "revision", 1, Span(0, 1))
         busy = (await pool.stub(server)).Push()
         await busy.write(pb.PushRequest(step=pb.Step(number=1)))

@@ -166,7 +166,6 @@ def test_length_is_the_models() -> None:
 
 
 def test_positions_already_there_count_as_well() -> None:
-    """Before memory is taken for the new ones."""
     wire = encode(torch.zeros(1, 3, HIDDEN))[0]
     assert VALIDATOR.new_positions(wire, past=97).complete
     with pytest.raises(RequestRejected, match="101 positions are more than the model's 100"):

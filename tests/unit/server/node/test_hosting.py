@@ -122,7 +122,6 @@ def test_a_group_forms_again_once_there_has_been_no_work_for_a_while(tmp_path: P
 
 @pytest.mark.skipif(not KernelWeight.is_available(), reason="no compiled kernel")
 def test_members_of_a_group_have_weights_that_can_be_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on processors where torch multiplies int8 faster than the kernel."""
     monkeypatch.setattr(KernelWeight, "is_fastest", lambda: False)
     save_checkpoint("mixtral", tmp_path)
     config = ServerConfig(model=str(tmp_path), quant="int8", group_size=2, weight_cache_bytes=0)

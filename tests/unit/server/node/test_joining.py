@@ -176,7 +176,6 @@ def joined(
 def test_a_server_stays_in_the_network_by_which_it_has_joined(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: str
 ) -> None:
-    """Another one leads outside."""
     ways = {"192.168.1.7": HOST}
     monkeypatch.setattr(own_addresses, "source_address", lambda host: ways.get(host, "10.8.0.2"))
     registry, discovery = LocalRegistry("mine", tmp_path), FakeDiscovery(LAN) if found == "discovered" else None
@@ -198,15 +197,18 @@ def test_who_moves_is_discovered_at_the_new_address(monkeypatch: pytest.MonkeyPa
     assert discovery.advertised == [[OWN], [moved]]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7"])
-def test_a_server_that_can_be_discovered_listens_where_it_is_told(host: str) -> None:
-    assert joining._host(ServerConfig(model="none", discover=True, host=host), [], []) == host
-
-
-def test_a_server_is_on_the_local_network_only_if_it_can_be_discovered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fields", "host"),
+    [
+        ({}, "127.0.0.1"),
+        ({"discover": True}, HOST),
+        ({"discover": True, "host": "0.0.0.0"}, "0.0.0.0"),
+        ({"discover": True, "host": "192.0.2.7"}, "192.0.2.7"),
+    ],
+)
+def test_where_a_server_listens(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], host: str) -> None:
     monkeypatch.setattr(joining, "lan_address", lambda: HOST)
-    assert joining._host(ServerConfig(model="none"), [], []) == "127.0.0.1"
-    assert joining._host(ServerConfig(model="none", discover=True), [], []) == HOST
+    assert joining._host(ServerConfig(model="none", **fields), [], []) == host
 
 
 def test_a_server_for_this_machine_alone_cannot_be_discovered() -> None:
@@ -218,7 +220,6 @@ def test_a_server_for_this_machine_alone_cannot_be_discovered() -> None:
 def test_a_false_answer_on_the_local_network_keeps_no_server_from_its_swarm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], starts: bool
 ) -> None:
-    """Initial peers that the user has given are another matter."""
     tried: list[Sequence[str]] = []
 
     async def join_through(peers: Sequence[str], *_: object) -> FakeDht:

@@ -287,7 +287,8 @@ class TestPresence:
         assert (life.presence.record().tokens_per_s, life.presence.record().next_hop_rtts_s) == (0.0, {})
         life.serve()
         record = life.presence.record()
-        assert (record.tokens_per_s, record.cache_tokens_left, record.next_hop_rtts_s) == (20.0, 7, {"near": 0.01})
+        assert (record.tokens_per_s, record.forward_tokens_per_s, record.queue_delay_s) == (20.0, 300.0, 0.5)
+        assert (record.cache_tokens, record.cache_tokens_left, record.next_hop_rtts_s) == (9, 7, {"near": 0.01})
         assert record.network_tokens_per_s == 4096.0 / (4 * 16)
 
     def test_the_record_says_how_many_members_a_group_has(self) -> None:

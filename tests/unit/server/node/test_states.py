@@ -8,20 +8,13 @@ from swarm_protocol.dht.records import ServerState
 from swarm_protocol.span import Span
 from swarm_server.metrics.throughput import Speeds
 from swarm_server.node.states import Draining, Loading, Serving, Unloaded, with_speeds
+from tests.unit.server.node.test_moving import HERE, THERE, FakeRuntime
 from tests.unit.support import server_record
 
-HERE, THERE = Span(0, 4), Span(4, 8)
 LOADING = Loading(server_record(blocks="0:4", state=ServerState.JOINING))
 
 
-class FakeRuntime:
-    speeds, cache_tokens, cache_tokens_left, queue_delay_s = Speeds(20.0, 300.0), 9, 7, 0.5
-
-    def __init__(self, span: Span = HERE) -> None:
-        self.span = span
-
-
-SERVING = LOADING.serve(FakeRuntime())
+SERVING = LOADING.serve(FakeRuntime(HERE))
 
 
 def said(state) -> tuple[ServerState, Span, Span | None]:

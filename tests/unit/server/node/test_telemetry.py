@@ -31,7 +31,6 @@ def has_metrics() -> bool:
 
 
 def test_the_last_metrics_are_exported_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the state, which the event loop has to tell meanwhile."""
     services: list[str] = []
     with recorded() as found:
         telemetry = found.telemetry

@@ -32,9 +32,6 @@ def windows(length: int) -> list[Span]:
     return [Span(start, start + length) for start in range(NUM_BLOCKS - length + 1)]
 
 
-# ------------------------------------------------------------ joining
-
-
 @pytest.mark.parametrize(
     ("servers", "num_hosted", "expected"),
     [
@@ -83,9 +80,6 @@ def test_servers_that_join_at_once_do_not_pile_up(num_servers: int) -> None:
     assert sorted(map(str, spans.values())) == sorted(blocks for blocks, _ in one_by_one)
 
 
-# ------------------------------------------------------------ moving
-
-
 def applied(view: SwarmView, moves: tuple[PlannedMove, ...]) -> SwarmView:
     """Where all servers are in the end; one may have moved twice."""
     destinations = {move.peer_id: move.to for move in moves}
@@ -119,7 +113,6 @@ def test_plans_gain_what_they_promise_and_then_there_is_rest(view: SwarmView) ->
 
 @pytest.mark.slow
 def test_plans_come_near_the_best_placement() -> None:
-    """Three servers at random places, compared with all places they could have."""
     shares = []
     for seed in range(30):
         draw = random.Random(seed)
@@ -188,7 +181,6 @@ def test_nobody_leaves_blocks_that_others_must_come_to_first() -> None:
 
 
 def test_where_nothing_passes_anyhow_all_may_move_to_close_the_gap() -> None:
-    """Each is the only one at its blocks, and both must move."""
     view = swarm(("1:4", 10), ("3:6", 10), ("5:7", 10))
     assert not all(view.replicas(NUM_BLOCKS))
     moves = plan_moves(view, NUM_BLOCKS)

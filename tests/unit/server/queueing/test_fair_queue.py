@@ -54,7 +54,6 @@ def test_pieces_that_come_together_stay_together_if_all_work_is_taken() -> None:
 
 
 def test_users_share_what_their_client_gets() -> None:
-    """Anna has as much as bert, though she calls herself by many names, and a new one each time."""
     queue: FairQueue[str] = FairQueue(num_levels=2)
     for number in range(90):
         queue.add("anna", ["anna", f"user {number}"], 5)

@@ -110,7 +110,6 @@ def test_a_server_follows_the_address_that_leads_to_the_swarm(monkeypatch):
 
 
 def test_a_server_stays_at_an_address_by_which_the_swarm_is_reached(monkeypatch):
-    """On a machine with two networks, another one may lead outside."""
     ways = {"192.168.1.7": "192.168.1.5", "198.51.100.1": "10.8.0.2", "192.0.2.1": "10.8.0.2"}
     monkeypatch.setattr(own_addresses, "source_address", ways.__getitem__)
     found = OwnAddresses("192.168.1.5", None, True, [at("198.51.100.1", 0), at("192.168.1.7", 1)])

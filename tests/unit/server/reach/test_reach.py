@@ -35,7 +35,7 @@ class FakeDht:
         return []
 
 
-def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     others_go_on = threading.Event()
 
     def source_address(_host: str) -> str:
@@ -45,13 +45,10 @@ def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pyte
     async def nobody() -> list[str]:
         return []
 
-    async def look() -> None:
-        streams: Any = None
-        dht: Any = FakeDht()
-        own = OwnAddresses(OWN, None, True, [NAMED])
-        reach = Reach(ServerConfig(model="none"), SwarmAccess(identity(0)), dht, streams, own, list)
-        asyncio.get_running_loop().call_soon(others_go_on.set)
-        await reach._look(nobody)
-
     monkeypatch.setattr(own_addresses, "source_address", source_address)
-    asyncio.run(look())
+    streams: Any = None
+    dht: Any = FakeDht()
+    own = OwnAddresses(OWN, None, True, [NAMED])
+    reach = Reach(ServerConfig(model="none"), SwarmAccess(identity(0)), dht, streams, own, list)
+    asyncio.get_running_loop().call_soon(others_go_on.set)
+    await reach._look(nobody)

@@ -21,7 +21,6 @@ from swarm_server.net.arrivals import Arrivals
 from swarm_server.net.incoming import Incoming
 from swarm_server.rpc import bundles
 from swarm_server.sessions.sessions import StepKind, acquired_at_once
-from tests.unit.support import run
 from tests.worlds.virtual_time import run_virtually
 
 WHOLE, _ = encode(torch.ones(1, 1, 3))
@@ -114,6 +113,8 @@ class Story:
         self.arrivals = Arrivals()
         self.sent: list[pb.TakenStep] = []
         self.num_admissions = 100  # messages for which the caller is a member
+        self.may_send = asyncio.Event()
+        self.may_send.set()
 
     def admit(self) -> None:
         self.num_admissions -= 1
@@ -127,14 +128,17 @@ class Story:
 
     async def push(self, *messages: Any) -> None:
         """All of a stream of another server's, to its end."""
+        await self.serve(_stream(messages))
 
-        async def send(message: pb.TakenBundle) -> None:
-            self.sent += message.steps
-
-        outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
+    async def serve(self, stream: AsyncIterator[Any], **options: Any) -> None:
+        outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", self.send)
         take = bundles.take_pushed(self.find, self.arrivals, outbox)
-        incoming = Incoming(_stream(messages, outbox), self.arrivals)
-        await bundles.serve(incoming, outbox, take, admitted=self.admit, idle_timeout_s=60.0)
+        incoming = Incoming(stream, self.arrivals)
+        await bundles.serve(incoming, outbox, take, admitted=self.admit, idle_timeout_s=60.0, **options)
+
+    async def send(self, message: pb.TakenBundle) -> None:
+        await self.may_send.wait()
+        self.sent += message.steps
 
 
 async def test_a_caller_whose_membership_ends_has_no_more_steps_computed() -> None:
@@ -145,35 +149,32 @@ async def test_a_caller_whose_membership_ends_has_no_more_steps_computed() -> No
     assert server.session.taken == [1]
 
 
-def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
+async def test_a_stream_that_is_cancelled_may_be_closed_at_once() -> None:
     """As its handler is when the client goes away. That it is still read would be an error of the server's."""
 
     async def silent() -> AsyncIterator[Any]:
         await asyncio.Event().wait()
         yield None
 
-    async def scenario() -> None:
-        stream, outbox = silent(), Outbox[Any](pb.TakenBundle, "steps", never)
-        incoming = Incoming(stream, Arrivals())
-
-        async def handled() -> None:
-            async with aclosing(stream):
-                await bundles.serve(incoming, outbox, lambda _tasks, _entry: None, admitted=print, idle_timeout_s=60.0)
-
-        handling = asyncio.ensure_future(handled())
-        for _ in range(5):
-            await asyncio.sleep(0)
-        handling.cancel()
-        await asyncio.wait([handling])
-        assert handling.cancelled()
-
     async def never(_message: Any) -> None:
         raise AssertionError
 
-    run(scenario())
+    stream, outbox = silent(), Outbox[Any](pb.TakenBundle, "steps", never)
+    incoming = Incoming(stream, Arrivals())
+
+    async def handled() -> None:
+        async with aclosing(stream):
+            await bundles.serve(incoming, outbox, lambda _tasks, _entry: None, admitted=print, idle_timeout_s=60.0)
+
+    handling = asyncio.ensure_future(handled())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    handling.cancel()
+    await asyncio.wait([handling])
+    assert handling.cancelled()
 
 
-async def _stream(messages: Any, outbox: Outbox[Any]) -> AsyncIterator[Any]:
+async def _stream(messages: Any) -> AsyncIterator[Any]:
     for message in messages:
         yield message
         for _ in range(20):  # what can be computed is, and sent
@@ -186,50 +187,29 @@ def pushed(*entries: tuple[bytes, int], hidden: pb.Tensor = WHOLE) -> pb.PushBun
 
 
 @pytest.mark.parametrize(("needed_until_s", "end_s"), [(0.0, 110.0), (200.0, 230.0)], ids=["not-needed", "needed"])
-def test_a_silent_stream_ends_once_it_is_not_needed(needed_until_s: float, end_s: float) -> None:
+@pytest.mark.run_by(function=run_virtually)
+async def test_a_silent_stream_ends_once_it_is_not_needed(needed_until_s: float, end_s: float) -> None:
     async def late() -> AsyncIterator[Any]:
         await asyncio.sleep(50.0)
         yield pushed((KEY, 1))
         await asyncio.Event().wait()
 
-    async def sent(_message: Any) -> None:
-        """It is sent at once."""
-
-    async def scenario() -> None:
-        server, outbox = Story(), Outbox[pb.TakenStep](pb.TakenBundle, "steps", sent)
-        take = bundles.take_pushed(server.find, server.arrivals, outbox)
-        clock = asyncio.get_running_loop().time
-        await bundles.serve(
-            Incoming(late(), server.arrivals),
-            outbox,
-            take,
-            admitted=server.admit,
-            idle_timeout_s=60.0,
-            is_needed=lambda: clock() < needed_until_s,
-        )
-        assert server.session.taken == [1] and clock() == end_s
-
-    run_virtually(scenario())
+    server, clock = Story(), asyncio.get_running_loop().time
+    await server.serve(late(), is_needed=lambda: clock() < needed_until_s)
+    assert server.session.taken == [1] and clock() == end_s
 
 
 async def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
     """gRPC fails if a call ends in the middle of a message."""
-    server, sent, may_send = Story(), [], asyncio.Event()
-
-    async def send(message: pb.TakenBundle) -> None:
-        await may_send.wait()
-        sent.extend(message.steps)
-
-    outbox = Outbox[pb.TakenStep](pb.TakenBundle, "steps", send)
-    take = bundles.take_pushed(server.find, server.arrivals, outbox)
-    incoming = Incoming(_stream([pushed((KEY, 1), (KEY, 2))], outbox), server.arrivals)
-    serving = asyncio.ensure_future(bundles.serve(incoming, outbox, take, admitted=server.admit, idle_timeout_s=60.0))
+    server = Story()
+    server.may_send.clear()
+    serving = asyncio.ensure_future(server.push(pushed((KEY, 1), (KEY, 2))))
     for _ in range(100):
         await asyncio.sleep(0)
     assert server.session.taken == [1, 2] and not serving.done()
-    may_send.set()
+    server.may_send.set()
     await serving
-    assert [step.number for step in sent] == [1, 2]
+    assert [step.number for step in server.sent] == [1, 2]
 
 
 async def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
@@ -291,7 +271,6 @@ async def test_a_stream_ends_though_its_client_cannot_be_told_of_a_failed_step(m
 
 
 async def test_steps_of_one_message_are_computed_together_and_each_session_s_in_order() -> None:
-    """Also if the first of them needs a task, and the second would not."""
     server = Story()
     await server.push(pushed((KEY, 1), (OTHER_KEY, 1), (KEY, 2)), pushed((KEY, 3), (OTHER_KEY, 2)))
     assert server.session.taken == [1, 2, 3] and server.other.taken == [1, 2]

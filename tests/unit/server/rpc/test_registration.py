@@ -62,11 +62,6 @@ def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture
     ] == []
 
 
-def test_messages_are_handled() -> None:
-    for method, status in (("Session", grpc.StatusCode.NOT_FOUND), ("Progress", grpc.StatusCode.NOT_FOUND)):
-        assert asked(method, b"")[0] is status
-
-
 def test_a_message_that_is_too_large_is_not_read() -> None:
     code, details = asked("Session", pb.SessionRequest(more=bytes(MAX_MESSAGE_BYTES)).SerializeToString())
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details

@@ -205,16 +205,6 @@ async def test_passes_leave_room_for_weights():
     assert server.room == 500
 
 
-async def test_more_weights_are_transposed_when_there_is_room():
-    server = Server(100, 100)
-    lease = server.budget.lease("somebody", 850)
-    server.memory.transpose()
-    assert server.transposed == [True, False]
-    lease.close()
-    server.memory.transpose()
-    assert server.transposed == [True, True] and server.room == 800
-
-
 async def test_a_pass_transposes_some_weights_at_a_time():
     server = Server(10, 20, 30, 40, at_once_bytes=30)
     found = []

@@ -212,7 +212,6 @@ def test_two_strangers_cannot_keep_a_doubt_from_being_published() -> None:
 
 
 def test_callers_without_an_address_count_as_one() -> None:
-    """Their identities are free to make."""
     world = World()
     for number in range(100):
         run(world.judge.doubt(f"slandered {number % 8}", Caller(f"stranger {number}")))

@@ -163,7 +163,6 @@ def test_a_copy_with_the_wanted_digest_is_enough_and_no_other_is(tmp_path: Path)
 
 
 def test_the_wanted_digest_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are offered at the first looks."""
     monkeypatch.setattr("swarm_models.sharing.members._MAX_AGE_S", -1.0)
     late, other = Member(made(tmp_path / "first" / "tiny")), with_licence(tmp_path / "second" / "tiny")
     full, looks = late.record, []
