@@ -267,7 +267,7 @@ async def _read_correctly(count: int, spans: list[Span], *, num_new: int = 0) ->
 
 
 class TestSize:
-    @pytest.mark.parametrize("count", [500, pytest.param(4000, marks=SLOW)])
+    @pytest.mark.parametrize("count", [300, pytest.param(4000, marks=SLOW)])
     def test_many_that_host_the_whole_model(self, count: int, run: Run) -> None:
         run(_read_correctly(count, WHOLE))
 

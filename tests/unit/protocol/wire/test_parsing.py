@@ -34,33 +34,22 @@ def test_messages(message: object) -> None:
     assert parse(type(message), message.SerializeToString()) == message
 
 
-@pytest.mark.parametrize(
-    ("kind", "data"),
-    [
-        (pb.SessionRequest, b"\xff\xff\xff"),
-        (pb.SessionRequest, b"\x12\x05\x08"),
-        (pb.SessionRequest, b"\xff" * MANY),
-        (pb.SessionRequest, pb.SessionRequest(more=LARGE).SerializeToString()[:-1]),
-        (pb.SessionRequest, b"\x0b" * MANY),
-        (pb.SessionRequest, step().SerializeToString() + b"\x08"),
-        (pb.Contract, b"\x12\x01\xff"),
-        (pb.SessionRequest, b"\x12\x02\x22\x7f" + BEHIND),
-        (pb.SessionRequest, b"\x12\x01\x08" + BEHIND),
-        (pb.ServerRecord, b"\x82\x01\x01\x15" + pb.ServerRecord(adapters=["x" * MANY]).SerializeToString()),
-    ],
-    ids=[
-        "noise",
-        "cut-off",
-        "much-noise",
-        "cut-off-late",
-        "groups",
-        "no-value",
-        "no-unicode",
-        "nested-bytes-past-the-end",
-        "nested-number-past-the-end",
-        "nested-float-past-the-end",
-    ],
-)
+RECORD = pb.ServerRecord(adapters=["x" * MANY]).SerializeToString()
+NO_MESSAGES = {
+    "noise": (pb.SessionRequest, b"\xff\xff\xff"),
+    "cut-off": (pb.SessionRequest, b"\x12\x05\x08"),
+    "much-noise": (pb.SessionRequest, b"\xff" * MANY),
+    "cut-off-late": (pb.SessionRequest, pb.SessionRequest(more=LARGE).SerializeToString()[:-1]),
+    "groups": (pb.SessionRequest, b"\x0b" * MANY),
+    "no-value": (pb.SessionRequest, step().SerializeToString() + b"\x08"),
+    "no-unicode": (pb.Contract, b"\x12\x01\xff"),
+    "nested-bytes-past-the-end": (pb.SessionRequest, b"\x12\x02\x22\x7f" + BEHIND),
+    "nested-number-past-the-end": (pb.SessionRequest, b"\x12\x01\x08" + BEHIND),
+    "nested-float-past-the-end": (pb.ServerRecord, b"\x82\x01\x01\x15" + RECORD),
+}
+
+
+@pytest.mark.parametrize(("kind", "data"), NO_MESSAGES.values(), ids=NO_MESSAGES)
 def test_what_is_no_message_is_refused(kind: type, data: bytes) -> None:
     with pytest.raises(RequestRejected, match=f"the bytes sent are no message: expected a {kind.__name__}"):
         parse(kind, data)
