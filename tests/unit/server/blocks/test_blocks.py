@@ -12,12 +12,11 @@ from torch import nn
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
-from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.blocks import load_blocks
 from tests.families import FEW
 from tests.marks import LONG, SLOW, always
 from tests.splitting import (
     BATCH,
-    PROMPT,
     TOKENS,
     Swarm,
     difference_of_forward,
@@ -28,7 +27,7 @@ from tests.splitting import (
     run_split,
     tolerance_of_generation,
 )
-from tests.zoo import ALIKE, BLOCKS, HIDDEN, SLIDING, SUPPORTED, save_checkpoint
+from tests.zoo import ALIKE, BLOCKS, HIDDEN, SUPPORTED, save_checkpoint
 
 CHAINS = {
     "two": ("0:2", "2:6"),
@@ -125,35 +124,6 @@ def test_half_precision_checkpoint_computes_in_fp32(name: str, tmp_path: Path) -
     for index, block in zip(stack.span, stack.blocks, strict=True):
         assert {parameter.dtype for parameter in block.parameters()} == {torch.float32}
         assert_same_weights(block, getattr(stack.family.owner_of(whole), stack.family.blocks)[index])
-
-
-def test_sessions_on_overlapping_views_do_not_meet(tmp_path: Path) -> None:
-    save_checkpoint("gemma2", tmp_path)
-    stack = load_blocks(ModelCheckpoint.open(tmp_path), Span(1, 6))
-    spans = [Span(1, 6), Span(2, 5), Span(3, 6), Span(3, 4)]
-    hidden = torch.randn(len(spans), 1, TOKENS, HIDDEN)
-    steps = [slice(0, PROMPT), *(slice(i, i + 1) for i in range(PROMPT, TOKENS))]
-
-    def session(view: BlockStack, hidden: torch.Tensor):
-        cache = view.new_cache()
-        for step in steps:
-            yield view(hidden[:, step], cache=cache)
-
-    with torch.inference_mode():
-        alone = [list(session(stack.view(span), hidden[i])) for i, span in enumerate(spans)]
-        turns = zip(*(session(stack.view(span), hidden[i]) for i, span in enumerate(spans)), strict=True)
-        interleaved = list(zip(*turns, strict=True))
-    for one, other in zip(alone, interleaved, strict=True):
-        assert torch.equal(torch.cat(one, dim=1), torch.cat(other, dim=1))
-
-
-def test_sliding_blocks_keep_only_their_window(tmp_path: Path) -> None:
-    save_checkpoint("qwen2-sliding", tmp_path)  # blocks from 2 on slide
-    view = load_blocks(ModelCheckpoint.open(tmp_path), Span(0, 6)).view(Span(1, 4))
-    cache = view.new_cache()
-    with torch.inference_mode():
-        view(torch.randn(1, TOKENS, HIDDEN), cache=cache)
-    assert [layer.keys.shape[2] for layer in cache.layers] == [TOKENS, SLIDING - 1, SLIDING - 1]
 
 
 def test_positions_that_jump_do_not_separate_sequences(tmp_path: Path) -> None:
