@@ -106,6 +106,7 @@ def malformed(**fields: object) -> bytes:
         (malformed(blocks=pb.Span(start=3, end=3)), "no range of blocks"),
         (malformed(state=0), "ServerState"),
         (malformed(tokens_per_s=math.nan), "measurement"),
+        (malformed(tokens_per_s=math.inf), "measurement"),
         (malformed(tokens_per_s=-1.0), "measurement"),
         (malformed(forward_tokens_per_s=math.nan), "measurement"),
         (malformed(network_tokens_per_s=-1.0), "measurement"),
