@@ -16,6 +16,8 @@ from swarm_protocol.errors import (
     AccessDenied,
     BadReply,
     CacheMiss,
+    CheckpointError,
+    NoRoute,
     PeerBusy,
     PeerError,
     PeerMoved,
@@ -24,6 +26,7 @@ from swarm_protocol.errors import (
     SessionLost,
     SwarmError,
     TrainingDiverged,
+    UnsupportedModel,
 )
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.channels import translated
@@ -66,6 +69,13 @@ def test_an_error_travels_as_the_status_of_its_base_class() -> None:
     assert status_of(BadReply("x")) is grpc.StatusCode.INTERNAL
     assert status_of(TrainingDiverged("x")) is grpc.StatusCode.INVALID_ARGUMENT
     assert number_of(PeerBusy("x")) == 8
+
+
+def test_only_what_another_server_may_do_better_is_a_peer_error() -> None:
+    peer_errors = {PeerUnavailable, PeerBusy, PeerMoved, SessionLost, BadReply}
+    assert all(issubclass(error, PeerError) for error in peer_errors)
+    for error in (RequestRejected, AccessDenied, NoRoute, CheckpointError, UnsupportedModel):
+        assert issubclass(error, SwarmError) and not issubclass(error, PeerError)
 
 
 class Ending:
