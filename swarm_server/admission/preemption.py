@@ -11,6 +11,7 @@ from swarm_server.admission.admission import Admission, AdmittedSession, choose_
 from swarm_server.admission.pressure import Held, Need, Tenant, juniors_last, parkable, relief
 from swarm_server.kv.kv_cache import Lease, NoRoom
 
+PARK_S = 5.0  # how long others wait for a session that leaves the cache
 T = TypeVar("T")
 
 
@@ -41,22 +42,30 @@ class Claim:
         self._has_begun = False
         self._used_bytes: Callable[[], int] = lambda: 0
         self._last_s = now_s()  # when it was admitted, or last used
+        self._can_park: Callable[[], bool] = lambda: False
         self._park: Callable[[], Awaitable[bool]] | None = None
-        self._parking: asyncio.Future[bool] | None = None
+        self._leaving: asyncio.Future[bool] | None = None
+        self._gives_room_until_s = 0.0
 
-    def park_by(self, park: Callable[[], Awaitable[bool]]) -> None:
-        """Let the session leave the cache by ``park`` from now on, which returns whether it has left."""
-        self._park = park
+    def park_by(self, park: Callable[[], Awaitable[bool]], can_park: Callable[[], bool]) -> None:
+        """Let the session leave the cache by ``park``, which returns whether it has left, while it ``can_park``."""
+        self._park, self._can_park = park, can_park
 
     def park(self) -> None:
         """Begin to park the session. If that is not possible, it is not tried again before the session's next step."""
         assert self._park is not None
-        self._parking = asyncio.ensure_future(self._park())
+        self._leaving = asyncio.ensure_future(self._park())
+        self._gives_room_until_s = now_s() + PARK_S
+
+    def returned(self) -> None:
+        """Note that the session is in the cache, and may be parked again."""
+        self._leaving = None
 
     @property
     def is_giving_room(self) -> bool:
-        """Return whether the session is about to leave the cache, or to be ended."""
-        return self.is_preempted or (self._parking is not None and not self._parking.done())
+        """Return whether the session is about to leave the cache, for at most ``PARK_S``, or to be ended."""
+        is_leaving = self._leaving is not None and not self._leaving.done()
+        return self.is_preempted or (is_leaving and now_s() < self._gives_room_until_s)
 
     def heard(self) -> None:
         """Note that a message has come for the session."""
@@ -70,12 +79,12 @@ class Claim:
         """End at ``time_s`` what ``begin`` began. ``used_bytes`` returns the bytes with content, also later."""
         self._is_computing = False
         self._has_begun, self._used_bytes, self._last_s = True, used_bytes, time_s
-        self._parking = None
+        self.returned()
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
-        can_park = self._park is not None and self._parking is None and self._has_begun and not self.closed
+        can_park = self._leaving is None and self._has_begun and not self.closed and self._can_park()
         return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun, can_park)
 
     def shrink(self) -> None:
@@ -151,10 +160,20 @@ class Preemption:
         await self._admission.until_something_changes()
 
     def _park_for(self, claim: Claim, shortage: NoRoom) -> bool:
-        """Park the sessions that are idle for longest; return False, and park none, if that would not suffice."""
-        tenants = {other: other.as_tenant() for other in self._claims if other is not claim}
-        chosen = parkable(shortage.missing_bytes, tenants.values())
-        if sum(tenant.held_bytes for tenant in chosen) < shortage.missing_bytes:
+        """Park the sessions that are idle for longest; return False, and park none, if that would not suffice.
+
+        A client beyond its share gets room from its own sessions alone.
+        """
+        held = self._held()
+        held.add(claim.client, shortage.missing_bytes)
+        is_over = self._admission.shares.exceeds(claim.client, held)
+        tenants = {
+            other: other.as_tenant()
+            for other in self._claims
+            if other is not claim and not (is_over and other.client.peer_id != claim.client.peer_id)
+        }
+        chosen, missing = parkable(shortage.missing_bytes, tenants.values())
+        if missing > 0:
             return False
         for other, tenant in tenants.items():
             if tenant in chosen:

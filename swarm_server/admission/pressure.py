@@ -106,26 +106,26 @@ class Relief:
 
 
 def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
-    """Return what the sessions of other clients must give back for the session that waits.
+    """Return what sessions must give back for the session that waits.
 
-    Unused promises are always given back. Idle sessions are parked if that frees enough, also those of the same client.
-    Sessions are preempted only if that frees enough, and only if the waiting session stays within its share; those of
-    the same client are not: the client itself can end them.
+    Unused promises of other clients are always given back. Idle sessions are parked, and others preempted, only if that
+    frees enough. A client beyond its share gets room from its own idle sessions alone. Sessions of the same client are
+    never preempted: the client itself can end them.
     """
     others = [tenant for tenant in tenants if tenant.client.peer_id != need.client.peer_id]
     if not need.missing_bytes:
         return Relief(preempted=_place(need, others))
     shrunk, missing = _unused_promises(need.missing_bytes, others)
-    parked = parkable(missing, tenants) if missing > 0 else []
-    missing -= sum(tenant.held_bytes for tenant in parked)
     if missing <= 0:
-        return Relief(shrunk, parked)
+        return Relief(shrunk)
     held = Held()
     for tenant in tenants:
         held.add(tenant.client, tenant.charged_bytes)
     held.add(need.client, need.size_bytes)
-    if shares.exceeds(need.client, held):
-        return Relief(shrunk)
+    is_over = shares.exceeds(need.client, held)
+    parked, missing = parkable(missing, [tenant for tenant in tenants if not (is_over and tenant in others)], shrunk)
+    if missing <= 0 or is_over:
+        return Relief(shrunk, parked) if missing <= 0 else Relief(shrunk)
     others = [tenant for tenant in others if tenant not in parked]
     preempted, missing = _wasteful(missing, others)
     if missing > 0 and need.waited_s >= TURN_S:
@@ -136,14 +136,18 @@ def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
     return Relief(shrunk, parked, preempted) if missing <= 0 else Relief(shrunk)
 
 
-def parkable(missing: int, tenants: Iterable[Tenant]) -> list[Tenant]:
-    """Return the sessions that have been idle for longest and may leave the cache, until no more bytes are missing."""
+def parkable(missing: int, tenants: Iterable[Tenant], shrunk: Sequence[Tenant] = ()) -> tuple[list[Tenant], int]:
+    """Return the sessions that have been idle for longest and may leave the cache, and how many bytes are missing then.
+
+    ``shrunk``: the sessions that give back what they do not hold anyway.
+    """
     chosen = []
     for tenant in sorted(tenants, key=lambda tenant: tenant.idle_s, reverse=True):
-        if missing > 0 and tenant.can_park and tenant.held_bytes and tenant.idle_s >= IDLE_S:
+        size_bytes = tenant.held_bytes if tenant in shrunk else tenant.charged_bytes
+        if missing > 0 and tenant.can_park and size_bytes and tenant.idle_s >= IDLE_S:
             chosen.append(tenant)
-            missing -= tenant.held_bytes
-    return chosen
+            missing -= size_bytes
+    return chosen, missing
 
 
 def _unused_promises(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int]:

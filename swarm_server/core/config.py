@@ -146,13 +146,15 @@ class ServerConfig:
         self._check_kv_offload()
 
     def _check_kv_offload(self) -> None:
+        if 0 < self.kv_offload_disk_bytes < MIB:
+            raise ValueError(f"kv_offload_disk_bytes is {self.kv_offload_disk_bytes}: expected 0 or at least {MIB}")
         directory = self.kv_offload_directory
         if directory is None:
             return
         if not self.kv_offload_disk_bytes:
-            raise ValueError("kv_offload_directory is given without kv_offload_disk_bytes: expected both, or neither")
+            raise ValueError("--kv-offload-dir: expected --kv-offload-disk SIZE with it")
         if directory.exists() and not directory.is_dir():
-            raise ValueError(f"kv_offload_directory {directory} is a file: expected a directory")
+            raise ValueError(f"--kv-offload-dir {directory} is a file: expected a directory")
 
     def _require_at_most_one(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name) is not None]

@@ -424,31 +424,41 @@ class Engine:
         if not may_match or num_tokens < PAGE_TOKENS:
             return state, []
         num_pages = _most_matched_pages(step, session.keeps_outputs)
-        found = [self._known_pages(session, digests[num_known:][:num_pages]) for digests in state.digests]
+        found = [
+            self._known_pages(session, state, row, digests[num_known:][:num_pages])
+            for row, digests in zip(state.rows, state.digests, strict=True)
+        ]
         num_found = _not_within_runs(min(map(len, found)), step.inputs.joined)
         state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
         return state, [[row[page] for row in found] for page in range(num_found)]
 
-    def _known_pages(self, session: Session, digests: Sequence[bytes]) -> list[tuple[Parts, ...]]:
-        """Return where the content of these successive pages is, up to the first that is unknown.
+    def _known_pages(
+        self, session: Session, state: KvState, row: KvRow, digests: Sequence[bytes]
+    ) -> list[tuple[Parts, ...]]:
+        """Return where the content of the pages that follow ``row`` is, up to the first that is unknown.
 
-        Those that have left the cache are read back into the session's memory, and can be shared again.
+        Those that have left the cache are read back to the end of the row, if there is room, and can be shared again.
         """
         assert self.prefix_cache is not None  # without it there are no hashes
         found = self.prefix_cache.longest(digests)
         digests = digests[len(found) :]
-        read_back = self.prefix_cache.offloaded(digests)
-        if read_back:
-            layout, empty = session.layout, (KvRow.empty(session.layout),)
-            (row,) = grow(empty, empty, len(read_back) * PAGE_TOKENS, layout, session.lease).rows
-            num_kept = (PAGE_TOKENS,) * len(layout.groups)
-            for page, (digest, data) in enumerate(zip(digests, read_back, strict=False)):
-                start, end = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS
-                unpack(Stored(PAGE_TOKENS, num_kept, data), (row.beginning(end),), layout)
-                parts = row.slice(start, end)
-                assert parts is not None, "nothing has been dropped"
-                self.prefix_cache.add(digest, parts)
-                found.append(parts)
+        read_back = self.prefix_cache.read_back(digests)
+        if not read_back:
+            return found
+        for parts in found:
+            row = row.extended(parts, PAGE_TOKENS)
+        layout, lease, count = session.layout, session.lease, len(read_back) * PAGE_TOKENS
+        try:
+            growth = grow((row,), (row,), count, layout, lease, reserved=session.reserved, settled=state.settled)
+        except PeerBusy:  # perhaps there is room to compute them in smaller steps
+            return found
+        (grown,), num_kept = growth.rows, (PAGE_TOKENS,) * len(layout.groups)
+        for start, digest, data in zip(range(row.length, grown.length, PAGE_TOKENS), digests, read_back, strict=False):
+            unpack(Stored(PAGE_TOKENS, num_kept, data), (grown.beginning(start + PAGE_TOKENS),), layout)
+            new = grown.slice(start, start + PAGE_TOKENS)
+            assert new is not None, "new positions have not been dropped"
+            self.prefix_cache.add(digest, new)
+            found.append(new)
         return found
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:

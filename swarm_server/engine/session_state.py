@@ -126,9 +126,9 @@ class Session:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that the current positions take. Any thread may read this property."""
+        """Return the bytes that the current positions take in the cache. Any thread may read this property."""
         rows = self.state.rows  # read once, because the compute thread may replace them
-        return len(rows) * self.layout.size_bytes(rows[0].length) if rows else 0
+        return len(rows) * self.layout.size_bytes(rows[0].length) if rows and not self.is_parked else 0
 
     @property
     def keeps_outputs(self) -> bool:
@@ -139,7 +139,7 @@ class Session:
         self.state, self.is_parked = state, is_parked
 
     def require_present(self) -> None:
-        """Raise RequestRejected if the session is closed."""
+        """Raise RequestRejected if the session is closed. The caller makes sure that it is not parked."""
         if not self.state.rows:
             raise RequestRejected("the session is closed")
         assert not self.is_parked, "the session is parked"

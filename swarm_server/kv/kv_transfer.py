@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import torch
 
@@ -74,6 +74,11 @@ def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states
         for slot, tensor in zip(slots, of_block, strict=True):
             data.append(tensor[..., -slot.shape[-1] :])
     return Stored(end - start, tuple(num_kept), as_bytes(data))
+
+
+def size_of(parts: Sequence[Parts]) -> int:
+    """Return how many bytes ``pack_parts`` returns."""
+    return sum(len(part) * part.page.token_bytes for part in chain.from_iterable(parts))
 
 
 def pack_parts(parts: Sequence[Parts]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Room for keys and values outside the cache: first in CPU memory, then in a file on disk.
 
-Entries are bytes under a key. Those that are only kept may be dropped, the least recently used first, which goes from
-memory to disk before it is dropped. Those that are held, for sessions that are parked, stay until they are released.
+Entries are bytes under a key. Those that are only kept make room for others, the least recently used first: from
+memory to disk and then away. Those that are held, for sessions that are parked, stay until they are released.
 The file has no name, so that the system frees it however the process ends, and nobody else can open it.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import tempfile
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,6 +25,7 @@ from swarm_protocol.wire.constants import MIB
 
 CHUNK_BYTES = 64 * 1024  # of the file; an entry takes whole chunks
 _MOST_QUEUED_BYTES = 64 * MIB  # that wait to be written; entries beyond them are dropped, so that nobody waits
+_PAUSE_S = 60.0  # after an error of the disk, nothing is written
 _logger = logging.getLogger(__name__)
 P = TypeVar("P")
 
@@ -41,9 +44,14 @@ class _Tier(Generic[P]):
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 
+    @property
+    def unheld_bytes(self) -> int:
+        """Return the room that is not held."""
+        return self.capacity_bytes - self._held_bytes
+
     def can_hold(self, size_bytes: int) -> bool:
         """Return whether so much more fits beside what is held."""
-        return self._held_bytes + size_bytes <= self.capacity_bytes
+        return size_bytes <= self.unheld_bytes
 
     def add(self, key: bytes, place: P, size_bytes: int) -> None:
         self._places[key] = place, size_bytes
@@ -63,7 +71,7 @@ class _Tier(Generic[P]):
         self.used_bytes -= size_bytes
         return place
 
-    def excess(self, more_bytes: int = 0) -> bytes | None:
+    def next_to_drop(self, more_bytes: int = 0) -> bytes | None:
         """Return the least recently used entry if so much more does not fit beside all entries; None if it fits."""
         return next(iter(self._oldest_first)) if self.used_bytes + more_bytes > self.capacity_bytes else None
 
@@ -98,7 +106,7 @@ class _File:
         """Create the file. Raises OSError if that is not possible."""
         where = platformdirs.user_cache_path("swarm") if directory is None else directory
         where.mkdir(parents=True, exist_ok=True)
-        self._file: Any = tempfile.TemporaryFile(dir=where)  # noqa: SIM115  # open until ``close``
+        self._file: Any = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115  # open until ``close``
         self._free: list[int] = []
         self._num_chunks = 0
         self._lock = threading.Lock()  # guards the position in the file
@@ -116,27 +124,30 @@ class _File:
 
     def write(self, chunks: _Chunks, data: torch.Tensor) -> None:
         """Write bytes into these chunks. Raises OSError, as if the disk is full."""
-        view = data.numpy().data
         with self._lock:
-            for number, chunk in enumerate(chunks.numbers):
-                self._file.seek(chunk * CHUNK_BYTES)
-                self._file.write(view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
-            self._file.flush()
+            self._transfer(self._file.write, chunks, data)
 
     def read(self, chunks: _Chunks) -> torch.Tensor:
         """Return what was written into these chunks. Raises OSError."""
         data = torch.empty(chunks.size_bytes, dtype=torch.uint8)
-        view = data.numpy().data
         with self._lock:
-            for number, chunk in enumerate(chunks.numbers):
-                self._file.seek(chunk * CHUNK_BYTES)
-                part = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-                if self._file.readinto(part) < len(part):
-                    raise OSError("the file of keys and values has become shorter")
+            self._transfer(self._file.readinto, chunks, data)
         return data
 
+    def _transfer(self, call: Callable[[memoryview], int], chunks: _Chunks, data: torch.Tensor) -> None:
+        """Write or read all chunks by ``call``, which may do less at a time. The caller holds the lock."""
+        view = memoryview(data.numpy().data)
+        for number, chunk in enumerate(chunks.numbers):
+            self._file.seek(chunk * CHUNK_BYTES)
+            part = view[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            while part:
+                count = call(part)
+                if not count:
+                    raise OSError("the file of keys and values has ended")
+                part = part[count:]
+
     def close(self) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):
             self._file.close()
 
 
@@ -157,6 +168,8 @@ class KvOffload:
         self._file = _File(directory) if self._disk.capacity_bytes else None
         self._waiting: dict[bytes, torch.Tensor] = {}  # to be written to disk
         self._waiting_bytes = 0
+        self._is_closed = False
+        self._writes_from_s = 0.0  # the time at which the disk is tried again
         self._changed = threading.Condition(threading.RLock())
         self._writer = ThreadPoolExecutor(1, "write-kv") if self._file else None
 
@@ -171,7 +184,7 @@ class KvOffload:
         return {"memory": self._memory.used_bytes, "disk": self._disk.used_bytes}
 
     @property
-    def has_room(self) -> bool:
+    def is_used(self) -> bool:
         """Return whether anything can be kept or held at all."""
         return self._memory.capacity_bytes + self._disk.capacity_bytes > 0
 
@@ -179,25 +192,33 @@ class KvOffload:
         with self._changed:
             return key in self._waiting or key in self._memory or key in self._disk
 
-    def keep(self, key: bytes, pack: Callable[[], torch.Tensor]) -> None:
-        """Keep an entry while there is room. ``pack`` returns its bytes, and is only called if it is needed."""
-        if not self.has_room:
+    def can_hold(self, size_bytes: int) -> bool:
+        """Return whether entries of so many bytes in all fit beside what is held."""
+        with self._changed:
+            return size_bytes <= self._memory.unheld_bytes + self._disk.unheld_bytes
+
+    def keep(self, key: bytes, size_bytes: int, pack: Callable[[], torch.Tensor]) -> None:
+        """Keep an entry of this size while there is room.
+
+        ``pack`` returns its bytes. It is called only if they are to be stored.
+        """
+        if not self.is_used:
             return
         with self._changed:
             tier = self._tier_of(key)
             if tier is not None:
                 tier.use(key)
-            if key in self:
+            if key in self or not (self._memory.can_hold(size_bytes) or self._can_write_later(size_bytes)):
                 return
         data = pack()
         with self._changed:
-            if key not in self:
+            if key not in self and not self._is_closed:
                 self._place(key, data)
 
-    def hold_again(self, key: bytes) -> bool:
+    def hold_known(self, key: bytes) -> bool:
         """Hold an entry that is known; return False if it is not. Each hold is released separately."""
         with self._changed:
-            self._changed.wait_for(lambda: key not in self._waiting)
+            self._changed.wait_for(lambda: key not in self._waiting)  # its hold is counted where it will be
             tier = self._tier_of(key)
             if tier is not None:
                 tier.hold(key)
@@ -209,8 +230,10 @@ class KvOffload:
         Each hold is released separately.
         """
         with self._changed:
-            if self.hold_again(key):
+            if self.hold_known(key):
                 return True
+            if self._is_closed:
+                return False
             if self._memory.can_hold(data.numel()):
                 self._memory.add(key, data, data.numel())
                 self._memory.hold(key)
@@ -223,8 +246,9 @@ class KvOffload:
         """Release an entry once. When nobody holds it any more, it is dropped, or kept while there is room."""
         with self._changed:
             tier = self._tier_of(key)
-            assert tier is not None, "held entries are not dropped"
-            if tier.release(key) and not keeps:
+            if tier is None:
+                assert self._is_closed, "held entries are not dropped"
+            elif tier.release(key) and not keeps:
                 self._drop(key)
 
     def read(self, key: bytes) -> torch.Tensor | None:
@@ -247,11 +271,14 @@ class KvOffload:
             self.release(key, keeps=True)
 
     def close(self) -> None:
-        """Drop everything."""
+        """Drop everything; nothing is kept or held any more."""
+        with self._changed:
+            self._is_closed = True
         if self._writer is not None:
             self._writer.shutdown(wait=True, cancel_futures=True)
         with self._changed:
             self._waiting.clear()
+            self._memory, self._disk = _Tier(0), _Tier(0)
             self._changed.notify_all()
         if self._file is not None:
             self._file.close()
@@ -263,19 +290,21 @@ class KvOffload:
             if data is None:  # everything was dropped meanwhile
                 return False
             chunks = self._reserved(key, data.numel())
-        is_written = chunks is not None
+        is_written = False
         try:
             if self._file is not None and chunks is not None:
                 self._file.write(chunks, data)
-        except (OSError, ValueError) as error:
-            is_written = False
-            _logger.warning("keys and values cannot be written to disk: %s", error)
-        with self._changed:
-            self._waiting.pop(key, None)
-            self._waiting_bytes -= data.numel()
-            if not is_written and chunks is not None:
-                self.release(key, keeps=False)
-            self._changed.notify_all()
+                is_written = True
+        except (OSError, ValueError) as error:  # ValueError: the file is closed
+            self._writes_from_s = time.monotonic() + _PAUSE_S
+            _logger.warning("keys and values cannot be written to disk for %.0f s: %s", _PAUSE_S, error)
+        finally:
+            with self._changed:
+                self._waiting.pop(key, None)
+                self._waiting_bytes -= data.numel()
+                if not is_written and chunks is not None:
+                    self.release(key, keeps=False)
+                self._changed.notify_all()
         return is_written
 
     def _write_unheld(self, key: bytes) -> None:
@@ -302,14 +331,22 @@ class KvOffload:
 
     def _demote(self) -> None:
         """Move the least recently used entries from memory to disk until the rest fits."""
-        while (oldest := self._memory.excess()) is not None:
+        while (oldest := self._memory.next_to_drop()) is not None:
             self._write_later(oldest, self._memory.pop(oldest))
 
     def _write_later(self, key: bytes, data: torch.Tensor) -> None:
         """Write an entry in the writer's thread; drop it if there is no disk, or if the disk is too slow."""
-        if self._writer is not None and self._waiting_bytes + data.numel() <= _MOST_QUEUED_BYTES:
+        if self._writer is not None and self._can_write_later(data.numel()):
             self._wait_for_disk(key, data)
             self._writer.submit(self._write_unheld, key)
+
+    def _can_write_later(self, size_bytes: int) -> bool:
+        return (
+            self._writer is not None
+            and not self._is_closed
+            and self._waiting_bytes + size_bytes <= _MOST_QUEUED_BYTES
+            and time.monotonic() >= self._writes_from_s
+        )
 
     def _wait_for_disk(self, key: bytes, data: torch.Tensor) -> None:
         self._waiting[key] = data
@@ -318,9 +355,9 @@ class KvOffload:
     def _reserved(self, key: bytes, size_bytes: int) -> _Chunks | None:
         """Drop old entries until one of this size fits on disk. Return its chunks, which are held, or None."""
         total_bytes = num_chunks(size_bytes) * CHUNK_BYTES
-        if self._file is None or not self._disk.can_hold(total_bytes):
+        if self._file is None or not self._disk.can_hold(total_bytes) or time.monotonic() < self._writes_from_s:
             return None
-        while (oldest := self._disk.excess(total_bytes)) is not None:
+        while (oldest := self._disk.next_to_drop(total_bytes)) is not None:
             self._drop(oldest)
         chunks = self._file.take(size_bytes)
         self._disk.add(key, chunks, total_bytes)

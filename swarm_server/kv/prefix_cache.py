@@ -21,7 +21,7 @@ import torch
 from swarm_protocol.wire.codec import as_numpy
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
-from swarm_server.kv.kv_transfer import pack_parts
+from swarm_server.kv.kv_transfer import pack_parts, size_of
 from swarm_server.kv.offload import KvOffload
 
 _PLACE = struct.Struct("=qB")  # the number of a position, and that nothing hides it
@@ -110,7 +110,7 @@ class PrefixCache:
 
         Args:
             between_owners: whether sessions of different owners share content.
-            offload: where the evicted pages go, from which ``offloaded`` reads them; None means that they are lost.
+            offload: where the evicted pages go, from which ``read_back`` reads them; None means that they are lost.
         """
         self._between_owners = between_owners
         self._offload = KvOffload() if offload is None else offload
@@ -138,7 +138,7 @@ class PrefixCache:
         self.touch(digests[: len(found)])
         return found
 
-    def offloaded(self, digests: Sequence[bytes]) -> list[torch.Tensor]:
+    def read_back(self, digests: Sequence[bytes]) -> list[torch.Tensor]:
         """Return the bytes of the evicted pages with these successive digests, up to the first that is gone."""
         found = []
         for digest in digests:
@@ -170,6 +170,6 @@ class PrefixCache:
             if not self._entries:
                 return False
             digest, entry = self._entries.popitem(last=False)
-        self._offload.keep(digest, partial(pack_parts, entry))
+        self._offload.keep(digest, size_of(entry), partial(pack_parts, entry))
         del entry  # outside the lock, because this may free the page's memory
         return True

@@ -385,11 +385,16 @@ class SpanLoader:
             size_bytes = config.memory_bytes - int(own_share * sum(sizes_bytes[index] for index in span))
         else:  # devices have room until the first one is full
             by_device = engine.layout.token_bytes_by_device().items()
-            free_bytes = min(available_bytes(device) * token_bytes // its_bytes for device, its_bytes in by_device)
+            free_bytes = min(self._free_bytes(device) * token_bytes // its_bytes for device, its_bytes in by_device)
             size_bytes = default_cache_bytes(token_bytes, free_bytes)
         if size_bytes < token_bytes:
             raise ValueError(f"cache memory of {size_bytes} bytes has no room for one token, which takes {token_bytes}")
         return CacheBudget(size_bytes, token_bytes)
+
+    def _free_bytes(self, device: torch.device) -> int:
+        """Return the free memory of a device, without what is set aside for keys and values outside the cache."""
+        set_aside_bytes = self._config.kv_offload_memory_bytes if device.type == "cpu" else 0
+        return max(0, available_bytes(device) - set_aside_bytes)
 
     def _chunk_tokens(self, engine: Engine, budget: CacheBudget) -> int:
         """Return how many tokens of prompts are computed at a time; fewer if their scores in an index are too large."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +22,7 @@ from swarm_server.kv.offload import KvOffload
 from swarm_server.kv.row_states import RowStates, RowStatesRoom
 from swarm_server.sessions.services import SpanServices
 
+T = TypeVar("T")
 _PIECES_AT_ONCE = 8  # packed or unpacked between two steps of other sessions
 
 
@@ -54,6 +56,18 @@ class Parking:
         self._num_shared = 0  # pages at the start of each row whose digests are known
         self._states: list[_ParkedStates] = []  # those after the last step, then those before it, as far as known
         self._held: list[tuple[bytes, bool]] = []  # keys outside the cache, and whether other sessions may use them
+        self._closed = False
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether the session can leave the cache and come back into the room that it gives.
+
+        Rows that share memory would need more.
+        """
+        session = self._session
+        size_bytes = session.batch_size * session.layout.size_bytes(session.length)
+        is_there = not session.is_parked and session.length > 0
+        return is_there and self._offload.can_hold(size_bytes) and not _share_memory(session.state.rows)
 
     async def park(self, is_idle: Callable[[], bool]) -> bool:
         """Take the session out of the cache; return whether it has left. The caller makes sure that no step begins.
@@ -62,14 +76,14 @@ class Parking:
         """
         async with self._busy:
             session = self._session
-            if session.is_parked or not session.length or self._shares_memory():
+            if not self.is_possible:
                 return False
             try:
                 if await self._store(is_idle):
-                    await self._services.scheduler.call(partial(self._services.engine.park, session))
+                    await self._call(partial(self._services.engine.park, session))
                     self._services.counters.parked["parked"] += 1
             finally:
-                if not session.is_parked:
+                if self._closed or not session.is_parked:
                     self._release()
             return session.is_parked
 
@@ -80,42 +94,43 @@ class Parking:
             NoRoom: there is no room; or the keys and values are lost, and the session is preempted.
         """
         async with self._busy:
-            session, call = self._session, self._services.scheduler.call
+            session = self._session
             if not session.is_parked:
                 return
             session.lease.promise(session.batch_size * session.layout.size_bytes(session.length))
-            rows, start = await call(self._rows_with_room)
-            for pieces in _batches([piece for piece in self._pieces if piece.start >= start]):
-                data = await self._read([piece.key for piece in pieces])
-                await call(partial(self._unpack, rows, pieces, data))
-            data = await self._read([states.key for states in self._states])
-            await call(partial(self._go_on, rows, data))
+            try:
+                await self._return()
+            except BaseException:
+                session.lease.release_unused()
+                raise
+            finally:
+                if self._closed or not session.is_parked:
+                    self._release()
+            self._claim.returned()
             self._services.counters.parked["resumed"] += 1
-            self._release()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Give up what is outside the cache, because the session has ended."""
-        async with self._busy:
+        self._closed = True
+        if not self._busy.locked():  # else it is given up when the session has left or returned
             self._release()
 
-    def _shares_memory(self) -> bool:
-        """Return whether rows share memory, so that the session would need more room when it comes back."""
-        session = self._session
-        return session.batch_size * session.layout.size_bytes(session.length) > session.lease.charged
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Return what a function returns on the compute thread."""
+        return await self._services.scheduler.call(function, self._claim.client.peer_id)
 
     # ------------------------------------------------------------ out of the cache
 
     async def _store(self, is_idle: Callable[[], bool]) -> bool:
         """Store everything outside the cache; return False if there is no room, or if the session is wanted."""
-        call = self._services.scheduler.call
-        self._cut()
+        await asyncio.to_thread(self._cut)
         for pieces in _batches(self._pieces):
             known = await asyncio.to_thread(self._hold_known, pieces)
             new = [piece for piece, is_known in zip(pieces, known, strict=True) if not is_known]
-            data = await call(partial(self._pack, new))
+            data = await self._call(partial(self._pack, new))
             if not is_idle() or not await asyncio.to_thread(self._hold, new, data):
                 return False
-        self._states, data = await call(self._pack_states)
+        self._states, data = await self._call(self._pack_states)
         for states, stored in zip(self._states, data, strict=True):
             if not await asyncio.to_thread(self._hold_one, states.key, stored, False):
                 return False
@@ -139,7 +154,7 @@ class Parking:
 
     def _hold_known(self, pieces: Sequence[_Piece]) -> list[bool]:
         """Hold the pieces that are outside the cache already; return which ones."""
-        known = [piece.is_shared and self._offload.hold_again(piece.key) for piece in pieces]
+        known = [piece.is_shared and self._offload.hold_known(piece.key) for piece in pieces]
         self._held += [(piece.key, True) for piece, is_known in zip(pieces, known, strict=True) if is_known]
         return known
 
@@ -169,8 +184,16 @@ class Parking:
 
     # ------------------------------------------------------------ and back
 
+    async def _return(self) -> None:
+        rows, start = await self._call(self._rows_with_room)
+        for pieces in _batches([piece for piece in self._pieces if piece.start >= start]):
+            data = await self._read([piece.key for piece in pieces])
+            await self._call(partial(self._unpack, rows, pieces, data))
+        data = await self._read([states.key for states in self._states])
+        await self._call(partial(self._go_on, rows, data))
+
     def _rows_with_room(self) -> tuple[tuple[KvRow, ...], int]:
-        """Return rows with room for all positions, of which those before the second result are in the cache already."""
+        """Return rows with room for all positions, and how many of the first ones are in the cache already."""
         session = self._session
         state, layout, prefix_cache = session.state, session.layout, self._services.engine.prefix_cache
         rows, start = (KvRow.empty(layout),) * session.batch_size, 0
@@ -259,6 +282,12 @@ class _ParkedStates:
                 start, offset = offset, offset + shape.numel() * dtype.itemsize
                 states[-1].append(data[start:offset].clone().view(dtype).view(shape).to(device))
         return RowStates(self.length, tuple(map(tuple, states)), room, before)
+
+
+def _share_memory(rows: Sequence[KvRow]) -> bool:
+    """Return whether some rows of a session refer to the same row of a page."""
+    places = [{(part.page, part.row) for part in chain.from_iterable(row.parts)} for row in rows]
+    return sum(map(len, places)) > len(set[object]().union(*places))
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:

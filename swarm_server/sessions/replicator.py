@@ -37,6 +37,11 @@ class Replicator:
         self._closed = False
         self._sending = asyncio.ensure_future(self._send_all())
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether the copy is given up."""
+        return self._closed
+
     async def copy_all(self, turn: asyncio.Lock, last_number: Callable[[], int]) -> None:
         """Copy all stored positions, and return once the other session has everything.
 

@@ -31,7 +31,7 @@ from swarm_protocol.wire.constants import FIRST_STEP, MAX_NUMBER_JUMP
 from swarm_protocol.wire.printable import printable
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import number_of, status_of
-from swarm_server.admission.preemption import Claim, Preemption, now_s
+from swarm_server.admission.preemption import PARK_S, Claim, Preemption, now_s
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import Crop, HistoryChange, Outcome, RecordPast, Reorder, Session, SessionStep
 from swarm_server.kv.kv_cache import NoRoom
@@ -165,8 +165,8 @@ class HostedSession:
         self._last_time = now_s()
         self._copier: Replicator | None = None
         self._parking = Parking(services, session, claim)
-        if services.offload.has_room:
-            claim.park_by(self.park)
+        if services.offload.is_used:
+            claim.park_by(self.park, self._can_park)
         self._rest: asyncio.Task[bool] | None = None  # ends a step that began without a task
         self._is_bundled = bool(request.bundle_key)
         self._row_shape = [1, 1, services.validator.hidden_size]  # of one position's hidden states
@@ -230,6 +230,7 @@ class HostedSession:
 
         ``on_done`` is called when the payload is no longer needed.
         """
+        self.heard()
         finishing = asyncio.ensure_future(self._finish(request, payload))
 
         def end(done: asyncio.Task[bool]) -> None:
@@ -462,15 +463,23 @@ class HostedSession:
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
         await self._reply.send([pb.SessionReply(failure=failure)])
 
+    def _can_park(self) -> bool:
+        return self.is_idle and not self._is_copied and self._parking.is_possible
+
+    @property
+    def _is_copied(self) -> bool:
+        """Return whether each step is copied to a standby."""
+        return self._copier is not None and not self._copier.is_closed
+
     async def park(self) -> bool:
         """Take the session out of the cache until its next step, if it is idle; return whether it has left."""
-        if not self.is_idle or self._copier is not None or not acquired_at_once(self._turn):
+        if not self._can_park() or not acquired_at_once(self._turn):
             return False
-        last_time = self._last_time
+        last_time, end_s = self._last_time, now_s() + PARK_S
 
         def is_idle() -> bool:
-            is_wanted = self.closed or self._copier is not None or not self._routed.is_set()
-            return self._last_time == last_time and not is_wanted
+            is_wanted = self.closed or self._is_copied or not self._routed.is_set()
+            return self._last_time == last_time and now_s() < end_s and not is_wanted
 
         try:
             return await self._parking.park(is_idle)
@@ -484,7 +493,7 @@ class HostedSession:
         self.claim.close()
         self._services.scheduler.forget(self.session)
         self._routed.set()
-        await self._parking.close()
+        self._parking.close()
         if self._copier is not None:
             await self._copier.close()
         if self._pusher is not None:
@@ -675,6 +684,8 @@ class HostedSession:
         if self._copier is not None:
             await self._copier.close()
         await self._preemption.with_room(self.claim, self._parking.resume)
+        if self.closed:
+            raise RequestRejected("the session is closed")
         self._copier = Replicator(self._services, self.session, to)
         await self._copier.copy_all(self._turn, lambda: self.number)
         return self._progress

@@ -120,8 +120,10 @@ def test_room_outside_the_cache(tmp_path: Path) -> None:
     read = config("--kv-offload-memory", "1GiB", "--kv-offload-disk", "2GiB", "--kv-offload-dir", str(tmp_path))
     sizes = {"kv_offload_memory_bytes": 1 << 30, "kv_offload_disk_bytes": 2 << 30}
     assert read == ServerConfig(**sizes, kv_offload_directory=tmp_path)
-    with pytest.raises(ValueError, match="kv_offload_directory is given without kv_offload_disk_bytes: expected both"):
+    with pytest.raises(ValueError, match="--kv-offload-dir: expected --kv-offload-disk SIZE with it"):
         config("--kv-offload-dir", str(tmp_path))
+    with pytest.raises(ValueError, match="kv_offload_disk_bytes is 1000: expected 0 or at least 1048576"):
+        config("--kv-offload-disk", "1000")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: expected a directory"):
         config("--kv-offload-disk", "1GiB", "--kv-offload-dir", str(tmp_path / "file"))

@@ -170,12 +170,12 @@ class Memory:
 
 
 class Idle:
-    """A session that gives its room back when it is parked, after a moment; ``leaves``: whether it can be."""
+    """A session that gives its room back when it is parked, after ``seconds``; ``leaves``: whether it can be."""
 
-    def __init__(self, claim: Claim, leaves: bool) -> None:
-        self.claim, self.leaves = claim, leaves
+    def __init__(self, claim: Claim, leaves: bool, seconds: float) -> None:
+        self.claim, self.leaves, self.seconds = claim, leaves, seconds
         self.num_parked = 0
-        claim.park_by(self.park)
+        claim.park_by(self.park, lambda: True)
         self.memory: Memory | None = Memory()
         claim.lease.take(claim.lease.charged, self.memory)
         claim.begin()
@@ -183,16 +183,19 @@ class Idle:
 
     async def park(self) -> bool:
         self.num_parked += 1
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(self.seconds)
         if self.leaves:
             self.memory = None
             self.claim.lease.close()
         return self.leaves
 
 
-async def idle_room(*sizes: int, leaves: bool = True, client: Caller = ANNA) -> tuple[Room, list[Idle]]:
+async def idle_room(
+    *sizes: int, leaves: bool = True, client: Caller = ANNA, seconds: float = 0.5
+) -> tuple[Room, list[Idle]]:
     room = Room()
-    sessions = [Idle(await room.enter(float(number), size, client), leaves) for number, size in enumerate(sizes)]
+    claims = [await room.enter(float(number), size, client) for number, size in enumerate(sizes)]
+    sessions = [Idle(claim, leaves, seconds) for claim in claims]
     await asyncio.sleep(IDLE_S)
     return room, sessions
 
@@ -201,14 +204,14 @@ async def test_idle_sessions_are_parked_for_one_that_grows_and_nobody_is_preempt
     room, sessions = await idle_room(30, 30)
     young = await room.enter(9.0, 30, BERT)
     assert await room.grow(young, 60) == 60, "older sessions give way, too, since they lose nothing"
-    assert [idle.num_parked for idle in sessions] == [1, 0]
+    assert sum(idle.num_parked for idle in sessions) == 1
     assert not any(claim.is_preempted for claim in room.preemption._claims)
 
 
 async def test_idle_sessions_are_parked_for_one_that_waits_also_those_of_the_same_client() -> None:
     room, sessions = await idle_room(40, 40)
     await room.enter(9.0, 60, ANNA, wait_s=5.0)
-    assert [idle.num_parked for idle in sessions] == [1, 0]
+    assert sum(idle.num_parked for idle in sessions) == 1
 
 
 async def test_who_cannot_be_parked_is_not_asked_again_before_its_next_step() -> None:
@@ -232,3 +235,23 @@ async def test_nobody_is_parked_in_vain() -> None:
     with pytest.raises(NoRoom):
         await room.grow(young, 70)
     assert not any(idle.num_parked for idle in sessions)
+
+
+async def test_a_client_beyond_its_share_gets_no_room_from_others() -> None:
+    """But from its own idle sessions."""
+    room, (others,) = await idle_room(45)
+    own = Idle(await room.enter(3.0, 20, BERT), leaves=True, seconds=0.5)
+    growing = await room.enter(9.0, 25, BERT)
+    await asyncio.sleep(IDLE_S)
+    assert await room.grow(growing, 50) == 50
+    assert (others.num_parked, own.num_parked) == (0, 1)
+
+
+async def test_a_disk_that_hangs_holds_nobody_up() -> None:
+    room, (idle,) = await idle_room(60, seconds=1e6)
+    old, young = await room.enter(-1.0, 10), await room.enter(9.0, 30)
+    growing = asyncio.ensure_future(room.grow(old, 40))
+    await young.until_preempted()
+    assert idle.num_parked == 1 and not idle.claim.is_preempted
+    room.leave(young)
+    assert await growing == 40

@@ -22,7 +22,7 @@ def entry(number: int, size_bytes: int = 10) -> torch.Tensor:
 
 def keep(offload: KvOffload, *numbers: int, size_bytes: int = 10) -> None:
     for number in numbers:
-        offload.keep(bytes([number]), lambda number=number: entry(number, size_bytes))
+        offload.keep(bytes([number]), size_bytes, lambda number=number: entry(number, size_bytes))
 
 
 def found(offload: KvOffload, *numbers: int) -> list[int]:
@@ -44,7 +44,7 @@ def wait_for_disk(offload: KvOffload) -> None:
 def test_without_room_nothing_is_kept_or_held() -> None:
     offload = KvOffload()
     keep(offload, 1)
-    assert not offload.has_room and offload.read(b"\x01") is None
+    assert not offload.is_used and offload.read(b"\x01") is None
     assert not offload.hold(b"\x01", entry(1))
     offload.close()
 
@@ -75,7 +75,7 @@ def test_what_memory_has_no_room_for_goes_to_disk_and_then_away(tmp_path: Path) 
 def test_what_is_held_stays_until_each_hold_is_released(tmp_path: Path, place: str) -> None:
     offload = KvOffload(20, 0) if place == "memory" else KvOffload(0, 2 * CHUNK_BYTES, tmp_path)
     key = b"\x01"
-    assert offload.hold(key, entry(1)) and offload.hold_again(key)
+    assert offload.hold(key, entry(1)) and offload.hold_known(key)
     keep(offload, 2, 3)
     wait_for_disk(offload)
     assert found(offload, 1, 2, 3) == [1, 3]
@@ -86,7 +86,7 @@ def test_what_is_held_stays_until_each_hold_is_released(tmp_path: Path, place: s
     assert found(offload, 1, 4) == [1, 4]
     offload.release(key, keeps=False)
     assert found(offload, 1, 4) == [4]
-    assert not offload.hold_again(key)
+    assert not offload.hold_known(key)
     offload.close()
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_drops_the_entry_and_says_so(tmp_path: Path, monkeypatch: py
     keep(offload, 2)
     wait_for_disk(offload)
     assert found(offload, 1, 2) == [] and offload.used_bytes["disk"] == 0
-    assert "keys and values cannot be written to disk: [Errno 28] No space left on device" in caplog.text
+    assert caplog.text.count("keys and values cannot be written to disk for 60 s: [Errno 28] No space left on dev") == 1
     offload.close()
 
 
@@ -131,6 +131,45 @@ def test_a_slow_disk_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.Monke
     wait_for_disk(offload)
     assert found(offload, 1, 2, 3) == [1, 2]
     offload.close()
+
+
+def test_what_was_written_before_the_disk_was_full_can_still_be_read(tmp_path: Path, monkeypatch) -> None:
+    """The file takes a few bytes at a time, and then no more."""
+    offload = KvOffload(0, 9 * CHUNK_BYTES, tmp_path)
+    raw = offload._file._file
+    left = [CHUNK_BYTES + 500]
+
+    class Slow:
+        seek, readinto, close = raw.seek, raw.readinto, raw.close
+
+        def write(self, data: memoryview) -> int:
+            if not left[0]:
+                raise OSError(28, "No space left on device")
+            count = min(len(data), 1000, left[0])
+            left[0] -= count
+            return raw.write(data[:count])
+
+    monkeypatch.setattr(offload._file, "_file", Slow())
+    assert offload.hold(b"\x01", entry(1, CHUNK_BYTES + 100))
+    assert not offload.hold(b"\x02", entry(2, 1000))
+    assert found(offload, 1, 2) == [1]
+    offload.close()
+
+
+def test_bytes_are_packed_only_if_there_is_room(tmp_path: Path) -> None:
+    offload = KvOffload(20)
+    assert offload.hold(b"\x01", entry(1, 15))
+    offload.keep(b"\x02", 10, lambda: pytest.fail("there is no room"))
+    offload.close()
+
+
+def test_nothing_is_kept_or_held_after_the_end(tmp_path: Path) -> None:
+    offload = KvOffload(30, CHUNK_BYTES, tmp_path)
+    assert offload.hold(b"\x01", entry(1))
+    offload.close()
+    keep(offload, 2)
+    assert found(offload, 1, 2) == [] and not offload.hold(b"\x03", entry(3))
+    offload.release(b"\x01", keeps=True)
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:

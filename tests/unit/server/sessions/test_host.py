@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from math import nan
 
 import pytest
@@ -13,8 +14,9 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from swarm_protocol.wire.codec import encode
+from swarm_protocol.wire.codec import decode, encode
 from swarm_protocol.wire.constants import MAX_BATCH_SIZE, WIRE_VERSION
+from swarm_server.admission.preemption import PARK_S
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
@@ -98,6 +100,32 @@ async def test_answers_to_steps_that_were_computed_together_are_those_to_each_al
         assert expected.reply.output.HasField("hidden") == (num_wanted != 0)
         entry = together.entry(key, request, number, codec)
         assert entry == expected.SerializeToString() == StepOutputs(row, 1, scheduler).entry(key, request, 0, codec)
+
+
+async def test_a_step_that_comes_while_the_session_is_being_parked_stops_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it comes in one message."""
+    hosted = await Story().open(4)
+    began = asyncio.Event()
+
+    class Parking:
+        is_possible = True
+
+        async def park(self, is_idle: Callable[[], bool]) -> bool:
+            assert is_idle()
+            began.set()
+            while is_idle():
+                await asyncio.sleep(0.01)
+            return False
+
+    monkeypatch.setattr(hosted, "_parking", Parking())
+    parking = asyncio.ensure_future(hosted.park())
+    await began.wait()
+    await asyncio.sleep(0.1)
+    request = step(1 << 32, 0, 1.0)
+    start_s = asyncio.get_running_loop().time()
+    assert await hosted.step(request, decode(request.hidden), lambda: None)
+    assert not await parking
+    assert asyncio.get_running_loop().time() - start_s < PARK_S / 2
 
 
 async def test_the_name_of_a_user_is_short() -> None:

@@ -62,7 +62,7 @@ class Server:
         positions.clear()
         return found
 
-    async def call(self, function: Callable[[], Any]) -> Any:
+    async def call(self, function: Callable[[], Any], _client: str = "") -> Any:
         return function()
 
     def forget_prefixes(self) -> None:
@@ -102,7 +102,7 @@ async def test_the_session_goes_on(stack_of, family: str, keeps_outputs: bool) -
     if keeps_outputs:
         generation.check(server.engine.outputs(generation.session, 0, generation.session.length))
     assert server.counters.parked == {"parked": 3, "resumed": 3}
-    await parking.close()
+    parking.close()
     server.engine.close(generation.session)
     server.forget_prefixes()
     assert server.budget.bytes_left == PLENTY
@@ -185,6 +185,41 @@ async def test_evicted_pages_are_read_back_instead_of_computed(stack_of, tmp_pat
     offload.close()
 
 
+async def test_a_prompt_in_many_chunks_is_read_back_into_the_room_that_it_was_promised(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    prompt = torch.randn(1, 8 * PAGE_TOKENS + 1, HIDDEN)
+    first = Generation.open(server.engine, server.budget)
+    server.engine.run([(first.session, first.step(0, hidden=prompt))])
+    size_bytes = first.session.layout.size_bytes(prompt.shape[1])
+    server.engine.close(first.session)
+    server.forget_prefixes()
+    tight = CacheBudget(size_bytes, 1)
+    session = server.engine.open(HOSTED, 1, tight.lease("anna", size_bytes), reserved=prompt.shape[1])
+    second = Generation(server.engine, session, first.mask[:, :0], prompt[:, :0], first.generator)
+    server.positions()
+    for chunk in prompt.split(PAGE_TOKENS, 1):
+        is_last = chunk.shape[1] == 1
+        (output,) = server.engine.run([(session, second.step(0, hidden=chunk, num_wanted=int(is_last)))])
+    second.check(output, 1)
+    positions = server.positions()
+    assert positions["decode"] == 1 and positions["reused"] == 8 * PAGE_TOKENS
+    assert len(session.state.rows[0].parts[0]) == 1, "in one place"
+
+
+async def test_a_session_that_shares_the_pages_of_another_is_parked(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    prompt = torch.randn(1, LENGTH, HIDDEN)
+    first, second = (Generation.open(server.engine, server.budget, seed=seed) for seed in (1, 2))
+    for generation in (first, second):
+        server.engine.run([(generation.session, generation.step(0, hidden=prompt, num_wanted=1))])
+        generation.session.lease.release_unused()
+    parking = server.parking(second)
+    assert await parking.park(lambda: True)
+    await parking.resume()
+    for generation in (first, second):
+        advance(server.engine, [generation], 1)
+
+
 async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
     """It would need more room when it came back than it gives."""
     server = Server(stack_of("llama"))
@@ -205,7 +240,7 @@ async def test_a_session_that_is_wanted_meanwhile_stays(stack_of, monkeypatch, n
     assert not await server.parking(generation).park(lambda: next(answers))
     assert not generation.session.is_parked
     advance(server.engine, [generation], 1)
-    server.offload.keep(b"other", lambda: torch.empty(1 << 30, dtype=torch.uint8))
+    server.offload.keep(b"other", 1 << 30, lambda: torch.empty(1 << 30, dtype=torch.uint8))
     assert b"other" in server.offload, "nothing is held any more"
 
 
@@ -248,5 +283,5 @@ async def test_what_cannot_be_read_back_ends_the_session(stack_of, tmp_path: Pat
     with pytest.raises(NoRoom, match="could not be read back"):
         await parking.resume()
     assert parking._claim.is_preempted
-    await parking.close()
+    parking.close()
     offload.close()
