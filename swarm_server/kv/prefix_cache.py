@@ -8,6 +8,7 @@ for content. Pages stay where they were computed; the cache only refers to them.
 from __future__ import annotations
 
 import hashlib
+import logging
 import struct
 import threading
 from collections import OrderedDict
@@ -18,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.wire.codec import as_numpy
 from swarm_protocol.wire.constants import MAX_POSITIONS_WITH_AXES, PAGE_TOKENS
 from swarm_server.kv.kv_rows import Parts
 from swarm_server.kv.kv_transfer import pack_parts, size_of
 from swarm_server.kv.offload import KvOffload
 
+_logger = logging.getLogger(__name__)
 _PLACE = struct.Struct("=qB")  # the number of a position, and that nothing hides it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
 
@@ -170,6 +173,7 @@ class PrefixCache:
             if not self._entries:
                 return False
             digest, entry = self._entries.popitem(last=False)
-        self._offload.keep(digest, size_of(entry), partial(pack_parts, entry))
+        with logged_errors(_logger, "a page of a prompt cannot leave the cache", level=logging.WARNING):  # no memory
+            self._offload.keep(digest, size_of(entry), partial(pack_parts, entry))
         del entry  # outside the lock, because this may free the page's memory
         return True

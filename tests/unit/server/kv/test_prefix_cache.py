@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.kv.kv_cache import CacheBudget, Lease
 from swarm_server.kv.kv_rows import KvRow, PageLayout, grow
+from swarm_server.kv.offload import KvOffload
 from swarm_server.kv.prefix_cache import ContentHash, PrefixCache, next_contents, token_content
 from tests.unit.rows import LAYOUTS
 from tests.unit.support import TIMEOUT_S
@@ -140,6 +141,22 @@ def test_content_is_found_from_the_first_page_on() -> None:
     assert len(found) == 2 and len(memory.prefixes) == 3
     assert found == [memory.prefixes.longest([digest])[0] for digest in (b"a", b"b")]
     assert memory.prefixes.longest([b"c", b"d"]) == []
+
+
+def test_a_page_that_cannot_be_packed_is_forgotten(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """So is one for which a GPU has no memory: whoever needs the room gets it."""
+    memory = Memory(4)
+    memory.prefixes = PrefixCache(offload=KvOffload(1000))
+    memory.budget.reclaim_by(memory.prefixes.reclaim)
+    memory.remember(b"a")
+
+    def pack(_parts: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("swarm_server.kv.prefix_cache.pack_parts", pack)
+    memory.remember(b"b")
+    assert memory.known() == {b"b"} and memory.prefixes.read_back([b"a"]) == []
+    assert "a page of a prompt cannot leave the cache: out of memory" in caplog.text
 
 
 def test_what_is_known_stays_where_it_was_first() -> None:
