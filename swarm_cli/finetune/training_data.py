@@ -31,11 +31,7 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """The conversion of texts to examples.
-
-    Attributes:
-        sequence_length: the most tokens of an example.
-    """
+    """The conversion of texts to examples."""
 
     tokenizer: PreTrainedTokenizerBase
     sequence_length: int

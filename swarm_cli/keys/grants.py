@@ -21,7 +21,6 @@ class GrantEntry:
     """An entry of the file for one grant, without a secret. Times are Unix time in seconds.
 
     Attributes:
-        id: the grant's id, in hexadecimal.
         revoked_at: the time of the revocation; None if the grant was not revoked.
     """
 

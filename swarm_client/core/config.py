@@ -48,7 +48,6 @@ class ClientConfig:
     Attributes:
         initial_peers: multiaddrs of members of the swarm; by default the swarm registered on this machine.
         discover: also look for members on the local network.
-        swarm: the swarm's name.
         wait_timeout_s: how long to wait for servers that hold every block before ``NoRoute``, and for room on them
             before ``PeerBusy``.
         step_timeout_s: how long to wait for one server's answer, while the server says that it is still there, and no
@@ -77,7 +76,6 @@ class ClientConfig:
         check_share: the share of the servers' work in generations that is spent on checks: other servers compute the
             same answers, and the client compares them. New servers are checked more; 0 checks nothing. The default is
             0.025, or 0 in the swarm registered on this machine.
-        timeouts: the timeouts of single exchanges with servers.
         swarm_key: the key of a private swarm; only its members are used as servers. A membership contains the key.
         membership: the file that makes this client a member of a private swarm; by default, the value of the
             environment variable SWARM_MEMBERSHIP.

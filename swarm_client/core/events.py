@@ -20,9 +20,7 @@ class Recovery:
     """The event that blocks moved to other servers because a server failed.
 
     Attributes:
-        span: the blocks that moved.
         failed: the ids of the servers that computed them until now; ``reason``: why these servers were replaced.
-        replacements: the ids of the new servers.
         replayed_tokens: the positions that were computed again, of every row.
         from_copy: a standby replica took over, which had all or nearly all keys and values.
         stall_s: the time from the last progress, or from the call that found the failure, to the next answer.
@@ -107,7 +105,6 @@ class DoubtfulTokens:
     """The event that positions already used have passed through servers that were found to answer wrongly.
 
     Attributes:
-        servers: the ids of these servers.
         first, end: the positions, half-open; all before ``first`` were checked, or came before checked ones.
     """
 

@@ -26,7 +26,6 @@ def open_speculation(name: str, model: Any, checkpoint: ModelCheckpoint) -> Spec
 
     Args:
         name: auto, none, lookup, the name or directory of a model, or the file of a distilled draft.
-        model: the client's half of the model that the draft guesses for.
 
     Raises:
         CheckpointError, UnsupportedModel: there is no such draft, or it cannot be read.

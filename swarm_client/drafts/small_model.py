@@ -28,7 +28,6 @@ class SmallModelDraft(Draft):
 
         Args:
             model: a stock causal language model, which is not changed.
-            vocab_size: the vocabulary size of the model whose text is guessed.
         """
         self.name, self.model, self.vocab_size = name, model, vocab_size
         self.max_positions = max_positions(model.config)

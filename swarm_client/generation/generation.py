@@ -58,7 +58,6 @@ def stream_text(
     """Print the prompt and its continuation. Raise ValueError if the prompt has no tokens.
 
     Args:
-        cache: a cache to use instead of a new one.
         is_question: whether to put the prompt into the model's chat template, and print the answer on the next line.
         on_token: called after each new token with the number of tokens so far; its output appears between two words.
     """

@@ -23,9 +23,7 @@ class ModelChoice:
     """The chosen model and adapter. Construction raises ValueError if the model or the adapter cannot exist.
 
     Attributes:
-        model: the name on the hub, or a directory.
         adapter: the name of an adapter that servers have, or the directory of a trained one; empty if there is none.
-        config: the settings for joining the swarm.
     """
 
     model: str

@@ -32,7 +32,6 @@ def render(
     Args:
         tools: the tools in OpenAI's shape, which the chat template describes to the model.
         options: further variables of the chat template.
-        most_cpu_s: the processor time that the template may take.
 
     Raises:
         ValueError: the template refuses the conversation, or takes too long.

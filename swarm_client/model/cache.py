@@ -24,7 +24,6 @@ class RemoteLayer(CacheLayerMixin):
     The session's first ``num_virtual`` positions belong to a trained prompt. Callers do not see them in the length.
 
     Attributes:
-        session: the session that holds keys and values.
         runner: what a forward steps: the session, or the stand-in that a generation has set.
     """
 

@@ -55,7 +55,6 @@ class HollowBlocks:
     """The modules inside a model's remote blocks, and the layers that PEFT has put there.
 
     Attributes:
-        model: the model that has the blocks.
         layers: PEFT's layers, by block and path.
     """
 

@@ -58,7 +58,6 @@ def without_router_logits(names: Sequence[str], given: dict[str, Any], config: P
 
     Args:
         names: the names of all arguments of ``forward``, of the model with its head.
-        given: the arguments of this call.
 
     Raises:
         RequestRejected: the stock model would add the routers' auxiliary loss to the loss of ``labels``.

@@ -23,7 +23,6 @@ class MaskFacts(torch.Tensor):
 
     Attributes:
         padding: the padding mask, [batch, positions]; None without padding.
-        joined: see ``BlockInput``.
     """
 
     def __new__(cls, mask: torch.Tensor, *_facts: torch.Tensor | None) -> MaskFacts:

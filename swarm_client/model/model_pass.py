@@ -49,7 +49,6 @@ class ModelPass:
         starts: the blocks whose input is read or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None means all.
         deep_stack: what the stock code adds between blocks, unless servers do; None if it adds nothing.
-        joined: see ``BlockInput``.
     """
 
     remote: RemoteSpan

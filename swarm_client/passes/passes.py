@@ -55,7 +55,6 @@ async def forward(
     zeros.
 
     Args:
-        adapter: the adapter that is added to the blocks.
         dropout_seed: the seed from which the micro-batches' seeds are derived; 0: nothing is dropped.
         first_grad: the block at which the backward pass will end; None: no backward pass, so no ways are returned.
 

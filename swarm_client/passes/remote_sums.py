@@ -25,11 +25,7 @@ _KEY_BYTES = 16
 
 @dataclass(frozen=True)
 class SummedPass:
-    """A backward pass whose gradients are in the sum, with all that is needed to repeat it.
-
-    Attributes:
-        grad: the gradient of the outputs.
-    """
+    """A backward pass whose gradients are in the sum, with all that is needed to repeat it."""
 
     part: Visited
     grad: WireTensor

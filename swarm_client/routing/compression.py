@@ -22,7 +22,6 @@ class Link:
     Attributes:
         bytes_per_s: the rate; infinite if it is unknown, or if both ends are on one machine.
         tokens_per_s: the most positions per second, of all sessions together, that the slower end can compute.
-        known: the codecs that both ends know.
     """
 
     bytes_per_s: float = inf

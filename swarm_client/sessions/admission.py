@@ -59,9 +59,6 @@ class AdmissionWait:
     async def hops(self, span: Span, opening: Opening, shortage: PeerBusy) -> list[HopSession]:
         """Wait for room for all of ``span``, then return the opened hops.
 
-        Args:
-            shortage: the error that says why there is no room.
-
         Raises:
             PeerBusy: no server can ever have so much room, or none has had it for ``wait_timeout_s``.
             NoRoute: some block is not served any more.

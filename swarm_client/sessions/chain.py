@@ -36,10 +36,8 @@ class Chain:
 
     Attributes:
         hops: the hops, first blocks first. Only the chain changes this list; other objects read it.
-        number: the number of the last step.
         opener: the opener of the hops; ``terms``: the terms that the hops are opened with.
         is_new: the session has earlier positions that have not been sent to any server yet.
-        busy: the lock that is held during a call.
     """
 
     def __init__(self, setting: LaneSettings, reporter: Reporter) -> None:

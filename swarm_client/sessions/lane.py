@@ -22,9 +22,6 @@ class Lane:
     """A group of a session's rows on one chain of servers. Losing the last reference frees the KV room on the servers.
 
     ``step`` runs on the background loop; no other method may be called during it.
-
-    Attributes:
-        chain: the lane's chain of servers.
     """
 
     def __init__(

@@ -43,7 +43,6 @@ class ChainListener:
         """Set up the listener.
 
         Args:
-            hops: the chain's live list of hops.
             on_answer: called when the outputs of a step have arrived.
             on_other: called with events of hops that are not in the chain.
         """
@@ -324,7 +323,6 @@ def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
 
     Args:
         numbers: the number of the last step that each hop has done, or of the step before the first one.
-        last_number: the number of the last step that exists.
     """
     late = next((i for i, number in enumerate(numbers) if number < last_number), None)
     while late is not None and late + 1 < len(numbers) and numbers[late] - numbers[late + 1] > MAX_UNTAKEN:

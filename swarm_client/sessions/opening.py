@@ -70,7 +70,6 @@ class Terms:
     Attributes:
         records_past: sliding windows keep what later crops need.
         asked_s: the time at which the session first asked servers for room; None if it has not asked yet.
-        last_number: the number of the session's last step so far.
     """
 
     def __init__(self, max_positions: int | None, reserve_tokens: int) -> None:
@@ -196,7 +195,6 @@ class Opener:
         planned: the chain to open next instead of the fastest one, if it covers the same blocks and no server is to
             be avoided.
         opening: the chain whose servers are being asked; empty if there is none.
-        is_choosing: a chain is being chosen.
     """
 
     def __init__(

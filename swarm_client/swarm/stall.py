@@ -18,7 +18,6 @@ class Stall:
 
     Attributes:
         deadline_s: the time at which recovery is given up, ``timeout_s`` after the failure was noticed.
-        peer_id: the server that failed first.
         tried: the events since then, one sentence each.
         full: the servers without room, by peer id.
         repairs: the replacements of hops since then; the first one to be reported gets the duration of the stall.

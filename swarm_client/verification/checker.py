@@ -80,7 +80,6 @@ class Checker:
     """The checker of one client. All methods run on the background loop.
 
     Attributes:
-        num_checked: the positions that other servers have computed again.
         share: the share of a good server's work that checks of it may cost.
         price: the cost of computing a position again, in steps; see ``price_of``.
     """

@@ -58,8 +58,6 @@ class AnswerReader:
         Args:
             regions: fields of a ``response_template`` of ``transformers``: ``reasoning``, ``tool_calls``, ``answer``,
                 which is text like all that is in no region, and others, which are left out.
-            tools: the tools in OpenAI's shape.
-            several: whether an answer may have more than one call.
             prefix: what the prompt has of the answer, such as the beginning of its reasoning.
         """
         self.several = several

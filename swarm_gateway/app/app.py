@@ -50,7 +50,6 @@ def create_app(
         monitored: the swarm that ``/api/v1`` shows; None if there is no such API.
         responses: the responses that later requests may go on from; by default they are kept in memory.
         batches: the files and batches; None if there are none. They go on while the application runs.
-        keys: see ``Gateway``.
         telemetry: where traces and metrics go besides ``/metrics``.
         admission: what decides on requests; by default ``limits`` of this process alone.
         answers_batches: whether this process answers the requests of ``batches``.

@@ -19,7 +19,6 @@ class WorkerShare:
 
     Attributes:
         number: the number of the worker, from 0. Worker 0 answers batches.
-        listener: the descriptor of the listening socket.
         connection: the descriptor of the worker's connection to ``AdmissionService``.
         directory: a directory of the gateway, which is removed when the gateway ends.
     """

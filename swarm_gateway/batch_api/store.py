@@ -38,7 +38,6 @@ class StoredBatch:
 
     Attributes:
         owner: the name of its key.
-        entry: the batch as clients see it.
     """
 
     id: str

@@ -35,7 +35,6 @@ class _Job:
 
     Attributes:
         pending: the requests that nobody answers at present.
-        running: the requests that are being answered.
         resting_until_s: the time before which no request is begun, because the swarm has failed.
     """
 

@@ -24,9 +24,6 @@ class ReceivedRequest(Generic[R]):
     """A request that has come to an endpoint.
 
     Attributes:
-        key: the client's key.
-        fields: what the body says.
-        num_bytes: the size of the body.
         began_s: when the request came, by ``time.perf_counter``.
     """
 

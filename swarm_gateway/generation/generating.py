@@ -153,10 +153,8 @@ class QueuedGenerations:
 
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
-        num_prompt: the number of tokens of the prompts.
         new_reader: a function that makes the reader of each answer.
         echoes: the text that each answer begins with; empty if answers begin with the generated text.
-        operation: see ``GenerationTrace``.
         num_generated, num_reasoning: the numbers of tokens so far, and of those in the reasoning, over all generations.
     """
 

@@ -45,11 +45,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """The compiler of one model's grammars, for any thread. The first use is slow, as it prepares the tokens.
-
-    Attributes:
-        end_ids: see ``Grammar``.
-    """
+    """The compiler of one model's grammars, for any thread. The first use is slow, as it prepares the tokens."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Keep the model's values; ``tokenizer`` is a tokenizer of transformers."""
@@ -67,8 +63,6 @@ class GrammarCompiler:
 
         Args:
             rules: rules in Lark's syntax; ``start`` is the answer.
-            schemas: JSON schemas, by the names of their rules.
-            param: the field of the request that asks for the grammar.
 
         Raises:
             ApiError: the grammar is invalid, too large, or not supported with this model.

@@ -42,7 +42,6 @@ class Observation:
         trouble: why the last look failed; empty if it did not.
         tallies: the work of all known servers, including those that are gone.
         peers: multiaddrs of members.
-        last_event_id: the id of the newest stored event.
     """
 
     time: float = 0.0

@@ -42,7 +42,6 @@ class Tally:
     """The work of one server on one model, over all its starts.
 
     Attributes:
-        num_blocks: the number of blocks of the whole model.
         total: the work in positions × blocks, and the sum of the uptimes.
         rate: the rate between the last two readings.
         since: the time of the first reading, in seconds since 1970.

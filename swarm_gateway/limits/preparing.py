@@ -26,10 +26,6 @@ class Preparations:
     async def run(self, key: str, num_bytes: int, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, or raise what it raises.
 
-        Args:
-            key: the client's key.
-            num_bytes: the size of the request's body.
-
         Raises:
             ApiError: too many long requests wait.
         """

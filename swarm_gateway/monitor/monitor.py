@@ -30,7 +30,6 @@ class SwarmSnapshot:
     """A swarm at one moment.
 
     Attributes:
-        models: the models that have servers.
         stale_s: how long ago the DHT was read, if it cannot be read now; otherwise None.
         num_strangers: the number of servers that are no members, if only a private swarm's members were requested.
     """

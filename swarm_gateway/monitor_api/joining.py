@@ -24,7 +24,6 @@ class Invitation:
     """The facts about a swarm that a new server must know.
 
     Attributes:
-        peers: multiaddrs of members.
         is_private: whether the server needs a membership.
     """
 
@@ -52,7 +51,6 @@ class Invitation:
         Args:
             model: the model's name; the last part of its path if it is a directory.
             is_directory: whether the model is on no hub.
-            is_offered: whether members send the model's files to others.
         """
         model, needed = _elsewhere(model, is_directory, is_offered)
         words = typed("server").split()

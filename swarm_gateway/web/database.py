@@ -20,7 +20,6 @@ class Database:
 
         Args:
             application_id: the number in the file's header that says whose it is.
-            tables: statements that create the tables where they are missing.
             purpose: what the file is for, as errors say it.
 
         Raises:

@@ -96,13 +96,7 @@ def end_ids(config: GenerationConfig) -> list[int]:
 
 @dataclass(frozen=True)
 class Traits:
-    """The traits of a model that its files show before it is loaded.
-
-    Attributes:
-        has_template: it has a chat template.
-        capabilities: see ``capabilities_of``.
-        max_positions: see ``ServedModel``.
-    """
+    """The traits of a model that its files show before it is loaded."""
 
     has_template: bool
     capabilities: tuple[str, ...]

@@ -29,7 +29,6 @@ class ModelCheckpoint:
     """A checkpoint, usually created by ``ModelCheckpoint.open``.
 
     Attributes:
-        files: the source of the checkpoint's files.
         name: the hub id, followed by the name of the GGUF file if there is one; or the last part of the path.
         location: the hub id or the path, as the user gave it.
         whole_config: the config in the checkpoint, which may also describe a vision tower, such as ``LlavaConfig``.

@@ -51,9 +51,6 @@ class Family:
         cache_argument: name of the cache argument of the base model's ``forward``.
         mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model passes it to
             its blocks unchanged (mamba).
-        num_blocks: number of blocks in the model.
-        hidden_size: width of the hidden states between blocks.
-        block_parameters: number of parameters of each block.
         linears: for each block, the name of every linear layer within the block, with the number of its weights.
     """
 

@@ -135,7 +135,6 @@ class LocalFiles:
 
     Attributes:
         location: the path, as the user gave it.
-        name: the last part of the path.
         gguf: the name of the GGUF file that holds the model, if it is one.
     """
 

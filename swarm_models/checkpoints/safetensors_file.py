@@ -48,7 +48,6 @@ class StoredTensor(ABC):
     """A tensor on disk. ``stored[...]`` reads it, which is how transformers reads a tensor lazily.
 
     Attributes:
-        name: the tensor's name in the model.
         dtype, shape: the dtype and shape of the tensor that ``read`` returns.
         has_tiles: whether ``tiles`` can read the tensor in parts.
     """

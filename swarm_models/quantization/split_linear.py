@@ -23,7 +23,6 @@ class SplitLinear(torch.nn.Module):
 
     Attributes:
         parts: the layers of the rows, in their order; each is on the device of the same number.
-        devices: the devices.
     """
 
     def __init__(self, layer: Any, devices: Sequence[torch.device], dtype: torch.dtype) -> None:

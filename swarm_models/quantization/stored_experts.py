@@ -20,9 +20,6 @@ def take_out_experts(block: torch.nn.Module, stored: Mapping[str, StoredTensor])
 
     ``QuantizedExperts`` reads these tensors one expert at a time. Matrices that transformers builds from tensors in
     other ways stay parameters.
-
-    Args:
-        stored: the block's tensors, by their names in the block.
     """
     layouts = {name: ExpertLayout.of(part) for name, part in block.named_modules()}
     fused = {name: layout for name, layout in layouts.items() if layout is not None}

@@ -52,7 +52,6 @@ class SharedFile:
     """One file of a checkpoint.
 
     Attributes:
-        sha256: the SHA-256 of the whole file.
         pieces: the SHA-256 of each piece of ``PIECE_BYTES``; the last piece is shorter.
     """
 

@@ -44,7 +44,6 @@ class SharingSwarm:
     Attributes:
         models: returns the names of the served models, with their numbers of blocks.
         view: returns the servers of one model.
-        stub: connects to one of those servers.
         run: runs a coroutine on the event loop of these functions, and waits for it in another thread.
         on_wrong: called with the peer id of a member that sends wrong bytes.
     """

@@ -56,7 +56,6 @@ def enter(
     """Defer the code of a module; do nothing if it is already in ``sys.modules``, or does not exist.
 
     Args:
-        name: the module.
         stand_ins: functions and classes to use until the module's code has run. Code that has already fetched a
             stand-in keeps it.
         after: a module to run first, if it is deferred.

@@ -53,9 +53,6 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
     """Return ``read(models)``, from the cache file if that was written for the same sources.
 
     Args:
-        read: computes the index of the sources.
-        models: the directory of the sources.
-        code: files of the code that reads the sources.
         kept_in: the directory of the cache file; None: in the user's cache.
     """
     file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"

@@ -29,7 +29,6 @@ class FlagValue:
     """The file's value for one flag of one command.
 
     Attributes:
-        action: the flag's argparse action.
         value: the value as ``argparse`` would store it.
         table: the table that holds the key; empty: the top.
     """

@@ -21,8 +21,6 @@ class RelayReservation:
     """A server's reservation at a relay.
 
     Attributes:
-        relay: the relay's multiaddr.
-        rtt_s: the round-trip time to the relay.
         host: the IP address at which the relay sees this server; empty if the relay does not send it.
         lost: done when the relay does not answer any more, or the reservation was closed.
     """

@@ -19,7 +19,6 @@ class Dropout:
     choice does not depend on which rows are computed together.
 
     Attributes:
-        seed: the seed of the request.
         first_row: the number, in the request, of the first row that is computed now.
     """
 

@@ -22,7 +22,6 @@ class PackedLayers:
     """A source of layers for blocks that are loaded with one quantisation.
 
     Attributes:
-        report: the report of the layers that were made.
         takes_experts: whether ``quantize_`` makes layers of the experts, too, as ``take_out_experts`` leaves them.
     """
 

@@ -16,7 +16,6 @@ class SplitStack:
     """A stack of blocks on several devices, which replaces a ``BlockStack`` except where one device is needed.
 
     Attributes:
-        span: the blocks, numbered as in the whole model.
         parts: the stack of each device; together the stacks are the span.
     """
 

@@ -47,18 +47,13 @@ class Counters:
         block_positions: computed rows × positions × blocks, as ``prefill``, ``decode`` or ``forward``.
         blocks_run: the number of runs of a block, for any number of positions.
         batches: the number of batches that the compute thread has finished.
-        batch_rows: the number of rows of each batch of steps.
         wait_s: the time from submission to the compute thread, by kind: ``decode``, ``prefill``, ``training`` or
             ``background``, which is steps of sessions for whose answers nobody waits.
         compute_s: the busy time of the compute thread, by the same kinds.
-        calls: the number of calls, by method of the gRPC service.
         refusals: the number of refused calls and steps, by the gRPC status of the answer.
-        received_bytes: the bytes of messages from callers.
         sent_bytes: the bytes sent: ``reply`` to callers, ``push`` of hidden states to next hops, ``copy`` of sessions.
         sessions: the number of opened sessions: ``new``, or a ``replacement`` for another one after its first step.
         parked: the number of times that idle sessions left the KV cache (``parked``) and came back (``resumed``).
-        moves: the number of moves to other blocks.
-        daemon_restarts: the number of restarts of the libp2p daemon.
     """
 
     positions: Counter[str] = field(default_factory=Counter)

@@ -27,7 +27,6 @@ class AdapterSlot:
 
     Attributes:
         adapter: an adapter with the slot's tensors.
-        size_bytes: the size of these tensors.
     """
 
     def __init__(self, adapter: PlacedAdapter) -> None:

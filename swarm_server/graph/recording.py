@@ -51,7 +51,6 @@ class Operation:
     Attributes:
         name: the name of the operator, such as ``aten.mul.Tensor``; or ``product`` or ``attend``.
         output: the tensor that the call writes.
-        weight: the weight of a ``product``.
     """
 
     name: str

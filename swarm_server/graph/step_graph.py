@@ -69,7 +69,6 @@ class StepGraphs:
         Args:
             hidden: the hidden states of each session, [rows, new, hidden_size].
             positions: the position ids, [rows, new].
-            places: the places of each block's keys and values.
             seen: how many of its last positions each row attends to at most, new positions included.
             adapter: the adapter that is added to the blocks, without prompts.
 

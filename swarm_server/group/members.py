@@ -89,7 +89,6 @@ class LocalGroup:
     """The leader's side of a group whose followers are child processes on the same machine.
 
     Attributes:
-        links: the links to the followers.
         own_share: which part of each block's weights is in this machine's memory.
     """
 

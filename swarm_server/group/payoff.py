@@ -28,7 +28,6 @@ class Payoff:
     """The measurements that decide whether a group pays, and with which followers.
 
     Attributes:
-        block_bytes: bytes of a block's weights.
         rtt_s: for each follower, the time of a message of one number there and back.
         exchange_s: for each follower, the time of an exchange of a product's inputs and outputs.
         bytes_per_s: how many bytes of weights each member reads per second, the leader first.

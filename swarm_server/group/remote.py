@@ -26,7 +26,6 @@ class RemoteGroup:
     """The leader's side of a group whose followers are on other machines.
 
     Attributes:
-        links: the links to the followers.
         slow: the name of a follower that has made the group slow for long; empty if there is none.
     """
 
@@ -70,7 +69,6 @@ class Lobby:
 
     Attributes:
         address: HOST:PORT, where others reach it.
-        name: this process's name in the group.
     """
 
     def __init__(self, address: str, group_key: bytes, hello: Hello, announced_host: str | None = None) -> None:

@@ -34,7 +34,6 @@ def listening_host(host: str | None, initial_peers: Sequence[str], registered: S
     """Return the address to listen on: ``host``, else the address of this machine from which it reaches the swarm.
 
     Args:
-        initial_peers: multiaddrs of members of the swarm.
         registered: multiaddrs of members on this machine, used if there are no ``initial_peers``. Without any, or if
             all are on the loopback, the result is the loopback.
 

@@ -37,7 +37,6 @@ class _Pass:
         trains_adapter: whether the adapter's own gradients are wanted, in addition to those that flow through it.
         keep_key: the key under which the backward pass will name this forward pass; empty if none will.
         sign: whether a signed statement is wanted with the output.
-        codec: the codec of the output.
     """
 
     blocks: Span

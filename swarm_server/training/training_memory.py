@@ -100,7 +100,6 @@ class TrainingMemory:
         """Divide the room between transposed weights and passes.
 
         Args:
-            weights: the weights of the hosted blocks.
             evict: gives up a little of what other parts keep in the cache; returns False if nothing is kept.
         """
         self._budget = budget

@@ -46,7 +46,6 @@ class AnswerJudge:
 
         Args:
             services: returns the services of the blocks hosted at present.
-            record: returns this server's present record.
             routed: whether the model's blocks choose among experts.
             token: the token of a member of a private swarm.
             blocklist: the list to which servers with proven wrong answers are added.

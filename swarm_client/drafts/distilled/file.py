@@ -49,8 +49,6 @@ def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_siz
     Args:
         base_model: the model to draft for, as in ``ModelCheckpoint.location``. Only the last part of the hub id or path
             counts.
-        vocab_size: the vocabulary size of this model's head.
-        model_hidden_size: the width of this model's hidden states.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, or is not a draft.

@@ -76,7 +76,6 @@ class DraftNetwork(nn.Module):
             embedded: the tokens' embeddings by the model, in the same shape.
             features: the hidden state from which the model predicted each token, in the same shape; zeros where this
                 state is unknown.
-            cache: the keys and values of earlier tokens.
             mask: the tokens that each token attends to, booleans [rows or 1, 1, tokens, cached and new tokens]; by
                 default all earlier tokens.
             positions: the tokens' positions, [rows or 1, tokens]; by default the positions after the cached tokens.

@@ -35,12 +35,7 @@ SAMPLES_PER_SHARD = 64
 
 
 class ShardedWeights:
-    """The reader of a ``ModelCheckpoint`` whose files are config.json and safetensors.
-
-    Attributes:
-        config: the model's config.
-        names: the names of the model's full-precision tensors.
-    """
+    """The reader of a ``ModelCheckpoint`` whose files are config.json and safetensors."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         """Read the config and the index; raise CheckpointError, or UnsupportedModel for an unknown model type."""

@@ -22,7 +22,6 @@ class ModelNames:
 
     Attributes:
         architecture: llama.cpp's name for the architecture.
-        shapes: the shape of each tensor, by name.
         of_gguf: the name of the model's tensor, by llama.cpp's name of the tensor that is all or part of it.
         processor: reverts llama.cpp's changes to a family's tensors (``TensorProcessor`` of transformers).
     """

@@ -50,9 +50,7 @@ class GgufWeights:
     """The reader of a ``ModelCheckpoint`` that is a GGUF file, or the shards of one.
 
     Attributes:
-        config: the model's config, as the file gives it.
         names: the names of the model's tensors that the file holds.
-        files: the names of the file and of its other shards.
     """
 
     def __init__(self, files: CheckpointFiles, name: str) -> None:
