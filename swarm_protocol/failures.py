@@ -6,7 +6,9 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
-from typing import Self
+from typing import Self, TypeVar
+
+T = TypeVar("T")
 
 
 class undone_on_error(AbstractContextManager[None]):
@@ -44,6 +46,17 @@ def any_error_as(translation: Callable[[Exception], Exception]) -> Iterator[None
     except Exception as error:  # the reason is in the docstring; interruptions go on as they are
         translated = translation(error)
         raise translated from None if translated is error else error
+
+
+def outcome_of(work: Callable[[], T]) -> T | Exception:
+    """Return what ``work`` returns, or the error that it raises, for callers that go on otherwise after any error.
+
+    This is for code of model families, drivers and users, which may raise any exception, as in ``any_error_as``.
+    """
+    try:
+        return work()
+    except Exception as error:  # the reason is in the docstring; interruptions go on as they are
+        return error
 
 
 class logged_errors(AbstractContextManager[None]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm_protocol.failures import first_line
+from swarm_protocol.failures import first_line, outcome_of
 
 
 class Grade(StrEnum):
@@ -61,10 +61,10 @@ def _findings(check: DoctorCheck) -> list[Finding]:
     results: queue.Queue[list[Finding]] = queue.Queue()
 
     def run() -> None:
-        try:
-            results.put(list(check.run()))
-        except Exception as error:  # a machine may be broken in any way
-            results.put([failed(check.subject, f"cannot be checked: {first_line(error)}", "see --log-level debug")])
+        found = outcome_of(lambda: list(check.run()))  # a machine may be broken in any way
+        if isinstance(found, Exception):
+            found = [failed(check.subject, f"cannot be checked: {first_line(found)}", "see --log-level debug")]
+        results.put(found)
 
     threading.Thread(target=run, name=check.subject, daemon=True).start()
     try:

@@ -29,7 +29,7 @@ from swarm_client.speculation.generating import Ends, GeneratedText, has_room, r
 from swarm_client.speculation.head_input import HeadInput
 from swarm_client.speculation.speculation import Guessing
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
-from swarm_protocol.failures import Closing, logged_errors
+from swarm_protocol.failures import Closing, logged_errors, outcome_of
 from swarm_protocol.wire.block_input import BlockInput
 
 if TYPE_CHECKING:
@@ -331,11 +331,11 @@ class GenerationLoop(Closing):
 
     def _done(self, rows: Collection[BatchRow], work: Callable[[], T]) -> T | None:
         """Return the result of the work. If it fails, end these rows, and return None: the loop goes on for others."""
-        try:
-            return work()
-        except Exception as error:  # of a family's own code, or a bug: the listeners get it, nobody waits for ever
-            self._end(rows, error)
+        done = outcome_of(work)
+        if isinstance(done, Exception):  # of a family's own code, or a bug: the listeners get it, nobody waits for ever
+            self._end(rows, done)
             return None
+        return done
 
     def _end(self, rows: Iterable[BatchRow], reason: FinishReason | BaseException) -> None:
         rows = list(rows)

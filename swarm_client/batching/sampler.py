@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from swarm_client.batching.request import Token
 from swarm_client.speculation.choosing import BY_ROW
+from swarm_protocol.failures import outcome_of
 
 _MOST_KEPT = 1024  # tokens per row: to sort more of them apart from the others gains nothing
 
@@ -21,9 +23,7 @@ class Choice:
     """The settings with which one generation chooses tokens.
 
     Attributes:
-        token_ids: the tokens of the prompt and the generated tokens.
         generator: the random numbers; None takes the likeliest token.
-        num_logprobs: see ``Request``.
         key: equal if processors do the same to every row; None if they depend on earlier tokens.
     """
 
@@ -43,10 +43,10 @@ def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exce
     """Return each row's next token, or the error of its processor; ``logits`` are [rows, vocabulary] float32."""
     chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
     for rows in _alike(choices):
-        try:
-            tokens = _choose_alike([choices[row] for row in rows], logits if len(rows) == len(logits) else logits[rows])
-        except Exception as error:  # for instance of a grammar, which belongs to one generation
-            chosen[rows[0]] = error
+        alike = logits if len(rows) == len(logits) else logits[rows]
+        tokens = outcome_of(partial(_choose_alike, [choices[row] for row in rows], alike))
+        if isinstance(tokens, Exception):  # for instance of a grammar, which belongs to one generation
+            chosen[rows[0]] = tokens
             continue
         for row, token in zip(rows, tokens, strict=True):
             chosen[row] = token

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
 from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, DraftPlan, PassCosts, Policy
+from swarm_protocol.failures import outcome_of
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +48,6 @@ class Speculation:
 
     Attributes:
         draft: the draft that guesses; ``off`` says why it does not guess, and is empty if it does.
-        stats: the statistics of all generations.
     """
 
     def __init__(self, draft: Draft | None, *, least_pass_s: float = 0.0, off: str = "") -> None:
@@ -103,7 +104,6 @@ class Guessing:
         """Return the guesses for the next pass, which begins now.
 
         Args:
-            most_guesses: the most guesses in a line.
             is_alone: whether servers have nothing else to do, as far as is known.
         """
         start_s = time.perf_counter()
@@ -157,12 +157,13 @@ class Guessing:
 
     def _by_draft(self, work: Callable[[DraftSession], T]) -> T | None:
         """Return what the draft's session does; None without one. If it fails, the text continues without guesses."""
-        if self._session is not None:
-            try:
-                return work(self._session)
-            except Exception as error:  # any error of a model's own code, or too little memory
-                self._session = None
-                _logger.warning("the draft has failed, and guesses no more of this text: %s", error, exc_info=error)
+        if self._session is None:
+            return None
+        done = outcome_of(partial(work, self._session))
+        if not isinstance(done, Exception):
+            return done
+        self._session = None
+        _logger.warning("the draft has failed, and guesses no more of this text: %s", done, exc_info=done)
         return None
 
     def end(self) -> None:

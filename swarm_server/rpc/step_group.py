@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from swarm_protocol.failures import outcome_of
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode_rows
 from swarm_server.admission.preemption import now_s
@@ -49,10 +50,9 @@ class StepGroup:
 
     def begin(self, step: BundledStep) -> bool:
         """Begin a step. Return False, and change nothing, if it needs a task, see ``HostedSession.begin``."""
-        try:
-            begun = step.hosted.begin(step.request, self._next)
-        except Exception:  # a task meets the same error and sends it to the client
-            _logger.debug("a step takes a task", exc_info=True)
+        begun = outcome_of(partial(step.hosted.begin, step.request, self._next))
+        if isinstance(begun, Exception):  # a task meets the same error and sends it to the client
+            _logger.debug("a step takes a task", exc_info=begun)
             return False
         if begun is None:
             return False
@@ -111,11 +111,10 @@ class StepGroup:
 
 def _tried(steps: list[BundledStep], start: Callable[[], None]) -> list[BundledStep]:
     """Call ``start``. If it fails, make the sessions of these steps idle again, and return the steps."""
-    try:
-        start()
-    except Exception:  # a task meets the same error and sends it to the client
-        _logger.debug("steps take tasks", exc_info=True)
-        for step in steps:
-            step.hosted.undo_begin()
-        return steps
-    return []
+    error = outcome_of(start)
+    if error is None:
+        return []
+    _logger.debug("steps take tasks", exc_info=error)  # which meet the same error and send it to the client
+    for step in steps:
+        step.hosted.undo_begin()
+    return steps
