@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ def _outputs_where(backbone: torch.nn.Module, is_kept: torch.Tensor) -> Iterator
     """
 
     def keep(_module: Any, _args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state[:, :-1][is_kept.to(output.last_hidden_state.device)][None]
-        return output
+        hidden = output.last_hidden_state
+        return replace(output, last_hidden_state=hidden[:, :-1][is_kept.to(hidden.device)][None])
 
     hook = backbone.register_forward_hook(keep)
     try:

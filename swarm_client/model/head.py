@@ -57,9 +57,9 @@ def float_head(model: PreTrainedModel) -> Iterator[None]:
     embeddings: Any = model.get_input_embeddings()
     embedding = embeddings.weight
     head = nn.Linear(int8.in_features, int8.out_features, bias=int8.bias is not None, device="meta")
-    head.weight = embedding if int8.tied else nn.Parameter(int8.weight.to(embedding.dtype))
+    head.register_parameter("weight", embedding if int8.tied else nn.Parameter(int8.weight.to(embedding.dtype)))
     if int8.bias is not None:
-        head.bias = nn.Parameter(int8.bias.detach().to(embedding.dtype, copy=True))
+        head.register_parameter("bias", nn.Parameter(int8.bias.detach().to(embedding.dtype, copy=True)))
     _replace(model, int8, head)
     try:
         yield

@@ -206,11 +206,8 @@ def load_client(
 
 def _set_configs(model: RemoteModelMixin, base_class: type, whole: PreTrainedConfig, text: PreTrainedConfig) -> None:
     """Replace the config with one block by that of the whole model, and by ``text`` in the text model's modules."""
-    base = next(module for module in model.modules() if isinstance(module, base_class))
+    inside = set(next(module for module in model.modules() if isinstance(module, base_class)).modules())
     module: Any
     for module in model.modules():
-        if isinstance(getattr(module, "config", None), type(whole)):
-            module.config = whole
-    for module in base.modules():
-        if hasattr(module, "config"):
-            module.config = text
+        if hasattr(module, "config") and (module in inside or isinstance(module.config, type(whole))):
+            module.config = text if module in inside else whole

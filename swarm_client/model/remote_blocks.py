@@ -126,17 +126,15 @@ class _RemoteForward(torch.autograd.Function):
         if need_grad:
             first_grad = span.start if ctx.needs_input_grad[0] else adapter.begins(span)
         pieces, ways = background.run(forward(blocks.swarm, span, inputs, adapter, seed, first_grad))
-        ctx.blocks, ctx.adapter, ctx.ways = blocks, adapter, ways
-        ctx.likes = [(tensor.device, tensor.dtype) for tensor in tensors]
+        ctx.kept = blocks, adapter, ways, [(tensor.device, tensor.dtype) for tensor in tensors]
         return torch.cat(pieces).to(hidden.device)
 
     @staticmethod
     def backward(ctx, grad):
-        need_input, blocks = ctx.needs_input_grad[0], ctx.blocks
-        work = backward(blocks.swarm, blocks.span, ctx.ways, grad, ctx.adapter, need_input)
-        pieces, of_adapter = background.run(work)
+        need_input, (blocks, adapter, ways, likes) = ctx.needs_input_grad[0], ctx.kept
+        pieces, of_adapter = background.run(backward(blocks.swarm, blocks.span, ways, grad, adapter, need_input))
         input_grad = torch.cat(pieces).to(grad.device) if need_input else None
-        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, ctx.likes, strict=True))
+        return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, likes, strict=True))
 
 
 class BlockModule(Inside):
@@ -202,7 +200,6 @@ class RemoteBlocks(BlockModule):
         prompts: the prompts that the client adds to the blocks; None if there are none.
         hollow: the modules inside the blocks, where PEFT puts its layers; None until the model is loaded.
         adapter_name: the name of the adapter that servers add themselves; empty if there is none.
-        modules_in_place: the modules that stand for the blocks, one for each block.
     """
 
     def __init__(self, returns_tuple: bool, block_class: type[BlockModule], num_others: int) -> None:
@@ -256,10 +253,7 @@ class RemoteBlocks(BlockModule):
 
         Args:
             later: whether servers open the session only at its next step, if a next step follows.
-            packed: see ``RemoteSpan``.
             every_block: whether the hidden states after every block are read.
-            deep_stack: see ``ModelPass``.
-            joined: see ``BlockInput``.
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)

@@ -51,13 +51,17 @@ class QuantizedWeight(ABC):
         """Return the weight that the products use: [out, in] fp32, a new tensor."""
 
 
-class _Matmul(torch.autograd.Function):
-    """The product ``x @ weight.T``, differentiable in x alone: the weight is frozen, so no tensor needs to be saved."""
+class FrozenProduct(torch.autograd.Function):
+    """The product ``x @ weight.T``, differentiable in x alone: the weight is frozen, so no tensor needs to be saved.
+
+    ``weight`` needs ``matmul`` and ``matmul_grad`` alone, as those of ``QuantizedWeight``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
         ctx.weight = weight
-        return weight.matmul(x)
+        product: torch.Tensor = weight.matmul(x)
+        return product
 
     @staticmethod
     @once_differentiable
@@ -93,7 +97,7 @@ class QuantizedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
         rows = rows.float() if self.quantized.in_float32 else rows
-        multiply: Callable[[torch.Tensor, QuantizedWeight], torch.Tensor] = _Matmul.apply
+        multiply: Callable[[torch.Tensor, QuantizedWeight], torch.Tensor] = FrozenProduct.apply
         y = multiply(rows, self.quantized) if rows.requires_grad else self.quantized.matmul(rows)
         if self.bias is not None:
             y += self.bias

@@ -262,7 +262,7 @@ class _Quantizer:
 def _take_weight(linear: Any) -> torch.Tensor:
     """Return the weight, [out, in], and remove it from the layer."""
     weight = linear.weight.detach()
-    linear.weight = None
+    linear.register_parameter("weight", None)
     return weight.T if TRANSPOSED[type(linear).__name__] else weight
 
 

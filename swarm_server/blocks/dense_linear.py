@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from swarm_models.kernels.quantized_linear import FrozenProduct
 
 KINDS = ("Linear", "FalconLinear")  # classes that multiply with their weight, [out, in], and add their bias
 
@@ -41,7 +42,8 @@ def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu" or linear.weight.requires_grad:
         return functional.linear(x, linear.weight, linear.bias)
     rows = x.reshape(-1, linear.in_features)  # with more dimensions the operator gives an unchangeable view
-    return _Linear.apply(rows, linear.weight, linear.bias).view(*x.shape[:-1], linear.out_features)
+    product = FrozenProduct.apply(rows, _DenseWeight(linear.weight, linear.bias))
+    return product.view(*x.shape[:-1], linear.out_features)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,15 +51,14 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class _Linear(torch.autograd.Function):
-    """A product that is differentiable in x alone."""
+class _DenseWeight(NamedTuple):
+    """A frozen weight, [out, in], with the bias that is added to its products."""
 
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.weight = weight
-        return _multiply(x, weight, bias)
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _multiply(grad, ctx.weight.T), None, None
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return _multiply(x, self.weight, self.bias)
+
+    def matmul_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        return _multiply(grad, self.weight.T)
