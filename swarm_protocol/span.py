@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -56,3 +56,16 @@ class Span:
 
     def __contains__(self, block: int) -> bool:
         return self.start <= block < self.end
+
+
+def runs_without(counts: Sequence[int]) -> tuple[Span, ...]:
+    """Return the maximal runs of places whose count is 0, in order, such as the blocks that no server has."""
+    runs: list[Span] = []
+    for place, count in enumerate(counts):
+        if count:
+            continue
+        if runs and runs[-1].end == place:
+            runs[-1] = Span(runs[-1].start, place + 1)
+        else:
+            runs.append(Span(place, place + 1))
+    return tuple(runs)

@@ -52,9 +52,7 @@ class CallProgress:
 
     Attributes:
         steps: the steps of the call; ``past``: the last steps before it.
-        start: the position at which the call begins.
         answered: the number of the last step whose outputs the client has.
-        batch_size: the number of rows that a hop must replay.
         starts_over: the other hops cannot give new hops, or the client, all that only the failed hops had.
     """
 
@@ -72,8 +70,6 @@ class FailoverState:
 
     Attributes:
         links: the chain's hops, first blocks first.
-        failed: the hops to replace, each with its error.
-        standings: the progress of the other hops.
         gaps: runs of failed hops that are still to be replaced, last first; the first entry is being replaced.
         replay: how the new hops of that gap catch up; ``is_replica``: a standby replica takes over the gap.
     """

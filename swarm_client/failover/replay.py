@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm_protocol.span import runs_without
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -21,8 +23,6 @@ class HopProgress:
     """The progress of one hop.
 
     Attributes:
-        number: the number of its last step.
-        length: the number of its positions.
         changed_number: the rows were opened with the changes of steps up to this number applied.
     """
 
@@ -57,7 +57,6 @@ def plan_replay(
 
     Args:
         steps: the steps of the call in progress; the first one begins with the call's reorders and crops.
-        start: the position at which the steps begin.
         before: the progress of the hop before; None: the client itself, which has all inputs.
         after: the progress of the hop after; None: the client, which has the outputs of steps up to ``answered``.
     """
@@ -81,7 +80,6 @@ def plan_catching_up(
     """Return the plan for a standby replica that takes over from a failed hop, and may lag behind it.
 
     Args:
-        past: the last steps before the call.
         start, steps, before: as in ``plan_replay``.
 
     Returns:
@@ -113,12 +111,4 @@ def _missed_from(copy: HopProgress, first: Taken, start: int, past: Sequence[Tak
 
 def gaps(failed: Sequence[bool]) -> list[range]:
     """Return the maximal runs of failed hops, last first: hops after a new hop must exist before the new hop."""
-    runs: list[range] = []
-    for index, is_failed in enumerate(failed):
-        if not is_failed:
-            continue
-        if runs and runs[-1].stop == index:
-            runs[-1] = range(runs[-1].start, index + 1)
-        else:
-            runs.append(range(index, index + 1))
-    return runs[::-1]
+    return [range(run.start, run.end) for run in reversed(runs_without([not each for each in failed]))]

@@ -10,9 +10,9 @@ from statistics import median
 
 import numpy as np
 
-from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import NoRoute
-from swarm_protocol.span import Span
+from swarm_protocol.span import Span, runs_without
 from swarm_protocol.wire.constants import WIRE_VERSION
 
 ASSUMED_TOKENS_PER_S = 1.0  # the assumed speed of a server that announced none
@@ -74,13 +74,11 @@ class Costs:
     Attributes:
         rtts_s: the client's round trips to servers, by peer id.
         unknown_rtt_s: the assumed round trip to all other servers.
-        need_tokens: the KV room that a server should have.
         pushes: servers send hidden states straight to one another; otherwise the client relays all of them.
         num_tokens: the positions that pass at a time; one in decoding.
         prices: factors on the computing time, by peer id; 1 if there is none.
         queues_s: the time for work that this client has given to servers and they have not done, by peer id.
         repeated_tokens: prompt positions that other servers need not compute, per token of the answer, by peer id.
-        newcomers: servers whose announced speed is not trusted.
     """
 
     rtts_s: Mapping[str, float]
@@ -307,7 +305,6 @@ def usable(
 
     Args:
         banned: servers that failed, by peer id, with the end of a phrase that gives the reason.
-        time_s: the current time, for the expiry of records.
     """
     kept: list[ServerRecord] = []
     reasons: dict[str, int] = {}
@@ -324,7 +321,7 @@ def usable(
 def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoRoute:
     """Return the error that names those of ``blocks`` that no server of the view holds."""
     replicas = view.replicas(blocks.end)
-    missing = missing_spans([1] * blocks.start + replicas[blocks.start :])
+    missing = runs_without([1] * blocks.start + replicas[blocks.start :])
     names = ", ".join(str(span) for span in missing)
     notes = f" (left out: {'; '.join(left_out)})" if left_out else ""
     return NoRoute(f"no server holds blocks {names}{notes}", missing)

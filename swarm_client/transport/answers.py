@@ -57,12 +57,17 @@ async def _read_tensor(
     return (WireTensor(header, tuple(parts)), first) if missing == 0 else None
 
 
-def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
-    """Raise BadReply, before more of the answer is read, unless shape and dtype are those that were sent."""
+def require_readable(header: pb.Tensor, server: ServerRecord, span: Span) -> None:
+    """Raise BadReply, before more of the answer is read, if the tensor makes no sense or is too large."""
     try:
-        Assembler(received)
+        Assembler(header)
     except RequestRejected as error:
         raise bad_reply(server, span, f"sent a broken answer: {error}") from None
+
+
+def _require_like(sent: pb.Tensor, received: pb.Tensor, server: ServerRecord, span: Span) -> None:
+    """Raise BadReply, before more of the answer is read, unless shape and dtype are those that were sent."""
+    require_readable(received, server, span)
     if (received.dtype, list(received.shape)) != (sent.dtype, list(sent.shape)):
         found = f"{list(received.shape)} of {pb.DType.Name(received.dtype)}"
         expected = f"{list(sent.shape)} of {pb.DType.Name(sent.dtype)}"

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_client.core.config import Timeouts
 from swarm_client.routing.routing import Hop
+from swarm_client.transport.answers import require_readable
 from swarm_client.transport.bundle import StepBundle
 from swarm_client.transport.grpc_calls import GrpcStream, bad_reply
 from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
-from swarm_protocol.errors import BadReply, PeerUnavailable, RequestRejected, SwarmError
+from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.bundling import may_be_bundled
-from swarm_protocol.wire.codec import Assembler
 from swarm_protocol.wire.constants import PART_BYTES
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_protocol.wire.status import from_status
@@ -311,7 +311,7 @@ class HopSession:
             if reply.WhichOneof("kind") not in ("output", "failure") or not may_be_bundled(reply):
                 raise self._out_of_turn()
             if hidden is not None:
-                self._check(hidden.header)
+                require_readable(hidden.header, self.hop.server, self.hop.span)
                 if hidden.header.size_bytes != len(hidden.header.data):
                     raise self._out_of_turn()
             if self._inbox.qsize() >= _MAX_UNREAD:
@@ -407,14 +407,8 @@ class HopSession:
         self.queue_s = output.queue_s if output.HasField("queue_s") else None
         return HopOutput(self.number, output.number, hidden, output.relay, output.route)
 
-    def _check(self, header: pb.Tensor) -> None:
-        try:
-            Assembler(header)
-        except RequestRejected as error:
-            raise bad_reply(self.hop.server, self.hop.span, f"sent a broken answer: {error}") from None
-
     async def _read_tensor(self, header: pb.Tensor) -> WireTensor:
-        self._check(header)
+        require_readable(header, self.hop.server, self.hop.span)
         parts, received = [], len(header.data)
         while received < header.size_bytes:
             reply = await self._stream.read()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values, picture_part, with_pictures_after_results
+from swarm_gateway.generation.parts import Fields, Values, of_types, picture_part, with_pictures_after_results
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -57,12 +57,7 @@ def _only_blocks(kinds: tuple[str, ...], content: Any) -> Any:
     """Return content as a list of blocks. Raise ApiError if a block is of another type."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    for block in content if isinstance(content, list) else []:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in kinds:
-            message = f"content of type {kind!r} is not supported: expected {' or '.join(kinds)}"
-            raise ApiError(400, message, param="messages")
-    return content
+    return of_types(kinds, content, what="content", expected=" or ".join(kinds), param="messages")
 
 
 TextBlocks = Annotated[list[TextBlock], BeforeValidator(partial(_only_blocks, ("text",)))]
@@ -186,14 +181,10 @@ class AnthropicTool(_Part):
         return {"type": "function", "function": function | {"strict": self.strict}}
 
 
-def _custom_tools(tools: Any) -> Any:
-    """Return the tools. Raise ApiError if one is a tool that Anthropic's servers run."""
-    for tool in tools if isinstance(tools, list) else []:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
-            message = f"a tool of type {kind!r} is not supported: expected tools with a name and an input_schema"
-            raise ApiError(400, message, param="tools")
-    return tools
+# Other tools are run by Anthropic's servers.
+_custom_tools = partial(
+    of_types, (None, "custom"), what="a tool", expected="tools with a name and an input_schema", param="tools"
+)
 
 
 class ToolChoice(_Part):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -73,6 +73,15 @@ class PicturePart(Fields):
     UNSUPPORTED = {"cache_control": None}
     type: Literal["image_url"]
     image_url: PictureUrl
+
+
+def of_types(kinds: Collection[str | None], entries: Any, *, what: str, expected: str, param: str) -> Any:
+    """Return the entries of a list in a request. Raise ApiError if the type of one is none of ``kinds``."""
+    for entry in entries if isinstance(entries, list) else []:
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if kind not in kinds:
+            raise ApiError(400, f"{what} of type {kind!r} is not supported: expected {expected}", param=param)
+    return entries
 
 
 def picture_part(url: str) -> dict[str, Any]:

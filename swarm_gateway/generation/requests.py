@@ -106,16 +106,9 @@ class _Generating(Fields):
         return self.service_tier == "flex"
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def wants_usage_always(self) -> bool:
-        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    @property
-    def wants_servers(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_servers
+    def streamed(self) -> StreamOptions:
+        """Return the options of the stream; without any, the defaults."""
+        return self.stream_options or StreamOptions()
 
     def seed_of(self, choice: int) -> int | None:
         """Return the seed of a choice: choices of one request differ, and the same request gives the same choices."""
@@ -154,7 +147,6 @@ class ChatRequest(_Generating):
 
     @property
     def _chosen_names(self) -> list[str]:
-        """Return the names of tools in ``tool_choice``."""
         if isinstance(self.tool_choice, AllowedTools):
             return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
         return [self.tool_choice.function.name] if isinstance(self.tool_choice, NamedTool) else []

@@ -78,7 +78,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
                 processors=(*processors, *([] if grammar is None else [grammar.processor(len(prompt))])),
                 num_logprobs=asked.num_logprobs,
                 scores_prompt=asked.num_logprobs is not None and isinstance(asked, CompletionRequest) and asked.echo,
-                with_servers=asked.wants_servers,
+                with_servers=asked.streamed.include_servers,
                 is_background=asked.is_background,
                 pictures=pictures,
             )

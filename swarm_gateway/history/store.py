@@ -171,7 +171,9 @@ class HistoryStore:
                 tally.peer_id,
                 tally.num_blocks,
                 *astuple(tally.total),
-                *_reading_row(tally.last),
+                tally.last.process,
+                *astuple(tally.last.work),
+                tally.last.time,
                 tally.since,
             )
             for tally in tallies
@@ -248,10 +250,6 @@ class HistoryStore:
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:  # commits, or after an error rolls back
                 yield self._connection
-
-
-def _reading_row(reading: Reading) -> tuple[Any, ...]:
-    return reading.process, *astuple(reading.work), reading.time
 
 
 def is_busy(error: sqlite3.Error) -> bool:

@@ -14,9 +14,9 @@ from swarm_client.core.background import now_s
 from swarm_client.core.config import ClientConfig
 from swarm_client.routing.routing import Hop, Route, seconds
 from swarm_client.swarm.swarm import Connect, Swarm
-from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView, missing_spans
+from swarm_protocol.dht.records import ServerRecord, ServerState, SwarmView
 from swarm_protocol.errors import SwarmError
-from swarm_protocol.span import Span
+from swarm_protocol.span import Span, runs_without
 from swarm_protocol.wire.constants import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ class ModelStatus:
         servers: all servers of the model, first blocks first.
         revision: the model's revision; the client uses no servers of another one. Empty: any revision.
         chain: the chain that the client would take now; empty if there is none. ``no_chain`` may say why.
-        tokens_per_s: the expected speed of the chain.
     """
 
     model: str
@@ -95,13 +94,13 @@ class ModelStatus:
     def missing(self) -> tuple[Span, ...]:
         """Return the blocks that no server holds, including servers that refuse this client."""
         held = self._replicas([server for server in self.servers if server.denial or self.serves(server)])
-        return missing_spans(held)
+        return runs_without(held)
 
     @property
     def denied(self) -> tuple[Span, ...]:
         """Return the blocks whose servers all deny this client access."""
         here, gone = self.replicas, {block for span in self.missing for block in span}
-        return missing_spans([count or block in gone for block, count in enumerate(here)])
+        return runs_without([count or block in gone for block, count in enumerate(here)])
 
     def _replicas(self, servers: Sequence[ServerStatus]) -> list[int]:
         return SwarmView(tuple(server.record for server in servers)).replicas(self.num_blocks)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from swarm_gateway.monitor.model_monitor import UNREACHABLE, ModelStatus, ServerStatus
 from swarm_gateway.monitor.monitor import SwarmSnapshot
-from swarm_protocol.dht.records import missing_spans
+from swarm_protocol.span import runs_without
 
 
 class EventKind(StrEnum):
@@ -30,7 +30,6 @@ class SwarmEvent:
     Attributes:
         peer_id: the server's peer id; empty if the event is about blocks.
         blocks: the server's blocks now, or the event's blocks: spans separated by commas.
-        state: the server's state now, see ``ModelStatus.state_of``.
         before: the value that has changed: the old blocks of a moved server, or else the old state.
     """
 
@@ -96,6 +95,6 @@ def _block_events(before: ModelStatus, now: ModelStatus | None) -> Iterator[Swar
     old = {block for span in before.missing for block in span}
     new = everything if now is None else {block for span in now.missing for block in span}
     for kind, blocks in ((EventKind.BLOCKS_LOST, new - old), (EventKind.BLOCKS_BACK, old - new)):
-        spans = missing_spans([block not in blocks for block in range(before.num_blocks)])
+        spans = runs_without([block not in blocks for block in range(before.num_blocks)])
         if spans:
             yield SwarmEvent(kind, before.model, blocks=",".join(map(str, spans)))

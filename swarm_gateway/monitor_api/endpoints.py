@@ -61,12 +61,14 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
     @router.get("/servers", dependencies=admitted)
     async def servers() -> Response:
         seen = recorder.latest
-        return _json({"time": seen.time, "servers": flat.servers_json(seen)})
+        servers = [flat.server_json(seen, status, server) for status in seen.models for server in status.servers]
+        return _json({"time": seen.time, "servers": servers})
 
     @router.get("/models", dependencies=admitted)
     async def models() -> Response:
         seen = recorder.latest
-        return _json({"time": seen.time, "models": flat.models_json(seen, invitation(seen))})
+        invited = invitation(seen)
+        return _json({"time": seen.time, "models": [flat.model_json(seen, each, invited) for each in seen.models]})
 
     @router.get("/contributions", dependencies=admitted)
     async def contributions() -> Response:

@@ -87,11 +87,7 @@ def _gaps(statuses: Iterable[ModelStatus]) -> Iterator[str]:
                 yield f"{what} blocks {', '.join(map(str, spans))} of model {status.model}"
 
 
-def models_json(seen: Observation, invitation: Invitation) -> list[Flat]:
-    return [_model_json(seen, status, invitation) for status in seen.models]
-
-
-def _model_json(seen: Observation, status: ModelStatus, invitation: Invitation) -> Flat:
+def model_json(seen: Observation, status: ModelStatus, invitation: Invitation) -> Flat:
     rate, chain = seen.rate(status.model), status.chain
     return {
         "model": status.model,
@@ -117,11 +113,7 @@ def _joining(status: ModelStatus, invitation: Invitation) -> Flat:
     return invitation.as_json(status.model, is_directory=is_fingerprint(status.revision), is_offered=is_offered)
 
 
-def servers_json(seen: Observation) -> list[Flat]:
-    return [_server_json(seen, status, server) for status in seen.models for server in status.servers]
-
-
-def _server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -> Flat:
+def server_json(seen: Observation, status: ModelStatus, server: ServerStatus) -> Flat:
     record, tally = server.record, seen.tallies.get((status.model, server.record.peer_id))
     rate = seen.rate_of(status.model, server)
     return {

@@ -73,7 +73,7 @@ async def answer_chunks(
 
     Raise ApiError if the model cannot do what the request asks for, SwarmError if the swarm fails.
     """
-    asked = received.fields
+    asked, options = received.fields, received.fields.streamed
     work = await begin(received, asked)
     texts = None if asked.num_logprobs is None else TokenTexts(work.model.tokenizer)
     form = (ChatFormat if isinstance(asked, ChatRequest) else CompletionFormat)(work.model.name, texts)
@@ -83,8 +83,8 @@ async def answer_chunks(
             yield as_json(form.whole(found, len(work.requests), usage(work)))
             return
         async for item in items:
-            so_far = {"usage": usage(work)} if asked.wants_usage_always else {}
+            so_far = {"usage": usage(work)} if options.include_usage and options.continuous_usage_stats else {}
             yield event(form.chunk(item) | so_far)
-    if asked.wants_usage:
+    if options.include_usage:
         yield event(form.last_chunk(usage(work)))
     yield _DONE

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
-from swarm_gateway.generation.parts import Fields, Values, picture_part, with_pictures_after_results
+from swarm_gateway.generation.parts import Fields, Values, of_types, picture_part, with_pictures_after_results
 from swarm_gateway.generation.requests import ChatRequest, validated
 from swarm_gateway.limits.admission import ApiError
 
@@ -134,10 +134,8 @@ def _listed(given: Any) -> Any:
     if not isinstance(given, list):
         return given
     found = [{"type": "message"} | item if isinstance(item, dict) else item for item in given]
-    for item in found:
-        if isinstance(item, dict) and item["type"] not in _ITEMS:
-            message = f"an item of type {item['type']!r} is not supported: expected {', '.join(_ITEMS)}"
-            raise ApiError(400, message, param="input")
+    items = [item for item in found if isinstance(item, dict)]
+    of_types(_ITEMS, items, what="an item", expected=", ".join(_ITEMS), param="input")
     return found
 
 
@@ -146,14 +144,7 @@ def items_of(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
     return _items.validate_python(stored)
 
 
-def _of_types(kinds: tuple[str, ...], tools: Any) -> Any:
-    """Return the tools. Raise ApiError if one is of another type."""
-    for tool in tools if isinstance(tools, list) else []:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in kinds:
-            message = f"a tool of type {kind!r} is not supported: expected functions, which the client runs"
-            raise ApiError(400, message, param="tools")
-    return tools
+_tools = partial(of_types, what="a tool", expected="functions, which the client runs", param="tools")
 
 
 class FunctionTool(Fields):
@@ -178,7 +169,7 @@ class NamespaceTool(Fields):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: Annotated[list[FunctionTool], BeforeValidator(partial(_of_types, ("function",))), Field(min_length=1)]
+    tools: Annotated[list[FunctionTool], BeforeValidator(partial(_tools, ("function",))), Field(min_length=1)]
 
     def functions(self) -> Iterator[tuple[str | None, FunctionTool]]:
         """Yield the namespace's name with each function; the first function also has the namespace's description."""
@@ -250,7 +241,7 @@ class ResponsesRequest(Fields):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[AnyTool], BeforeValidator(partial(_of_types, ("function", "namespace")))] = Field(default=[])
+    tools: Annotated[list[AnyTool], BeforeValidator(partial(_tools, ("function", "namespace")))] = Field(default=[])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()

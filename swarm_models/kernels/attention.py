@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_models.kernels.library import CompiledFunctions, declare, kernel
+from swarm_models.kernels.library import CompiledFunctions, with_functions
 
 _ROWS: list[type] = [c_void_p, c_void_p, c_long, c_void_p, c_void_p]
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -81,8 +81,7 @@ class AttentionKernel(CompiledFunctions):
     """The functions that store keys and values, and attend to them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Bind the functions; raise AttributeError if the library was compiled without attention."""
-        declare(library, _SIGNATURES)
+        """Bind the functions of a library in which they are declared."""
         super().__init__(library.swarm_attention_isa_name, library.swarm_attention_isa_runs_here)
         self._store, self._attend = library.swarm_store, library.swarm_attend
 
@@ -166,10 +165,5 @@ def _is_plain(new: torch.Tensor) -> bool:
 @functools.cache
 def attention_kernel() -> AttentionKernel | None:
     """Return the kernel; None if it was not built here or ``SWARM_KERNEL`` is "off"."""
-    compiled = kernel()
-    if compiled is None:
-        return None
-    try:
-        return AttentionKernel(compiled.library)
-    except AttributeError:  # the library is older than this file
-        return None
+    library = with_functions(_SIGNATURES)
+    return None if library is None else AttentionKernel(library)

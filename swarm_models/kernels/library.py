@@ -171,6 +171,18 @@ def kernel() -> Kernel | None:
     return None
 
 
+def with_functions(signatures: Mapping[str, tuple[type | None, list[type]]]) -> ctypes.CDLL | None:
+    """Return the library of the kernel with these functions declared; None if there is none, or it is an older one."""
+    compiled = kernel()
+    if compiled is None:
+        return None
+    try:
+        declare(compiled.library, signatures)
+    except AttributeError:  # the library is older than the caller, or for Windows
+        return None
+    return compiled.library
+
+
 def why_none() -> str:
     """Return why there is no ``kernel()``."""
     if os.environ.get(ENV_ISA) == "off":

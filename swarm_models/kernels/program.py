@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from swarm_models.kernels.attention import attention_kernel
-from swarm_models.kernels.library import declare, kernel
+from swarm_models.kernels.library import kernel, with_functions
 
 MAX_DIMENSIONS = 4
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
@@ -119,12 +119,8 @@ class Program:
 
 @functools.cache
 def _function() -> ctypes._NamedFuncPointer | None:
-    compiled = kernel()
-    if compiled is None or attention_kernel() is None:
+    library = with_functions(_SIGNATURES)
+    if library is None or attention_kernel() is None:
         return None
-    try:
-        declare(compiled.library, _SIGNATURES)
-    except AttributeError:  # the library is older than this file
-        return None
-    function: ctypes._NamedFuncPointer = compiled.library.swarm_run_program
-    return function if compiled.library.swarm_num_opcodes() == len(Opcode) else None
+    function: ctypes._NamedFuncPointer = library.swarm_run_program
+    return function if library.swarm_num_opcodes() == len(Opcode) else None

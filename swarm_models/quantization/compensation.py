@@ -6,7 +6,6 @@ when their group is reached. The result has the form of ``quantize_groups``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -89,9 +88,7 @@ def _round_group(values: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tens
     return q, groups_of(scale, zero), errors
 
 
-def fitted_groups(
-    values: torch.Tensor, importance: torch.Tensor, shrunk: Sequence[float] = _SHRUNK
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fitted_groups(values: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best scale and zero point among some, both [...], for each group.
 
     values: [..., 32]; importance: [32] or [..., 32], the cost of a squared error. Scales are such that ``groups_of``
@@ -100,7 +97,7 @@ def fitted_groups(
     low, high = values.amin(-1).clamp(max=0), values.amax(-1).clamp(min=0)
     best = torch.full_like(low, torch.inf)
     best_scale, best_zero = torch.ones_like(low), torch.zeros_like(low)
-    for fraction in shrunk:
+    for fraction in _SHRUNK:
         scale = _kept((high - low) * (fraction / LEVELS))
         middle = (LEVELS - (low + high) / scale) / 2
         for zero in (middle.floor(), middle.ceil()):

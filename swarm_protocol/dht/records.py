@@ -251,19 +251,6 @@ class SwarmView:
         return counts
 
 
-def missing_spans(replicas: list[int]) -> tuple[Span, ...]:
-    """Return the maximal spans of blocks with no replica."""
-    spans: list[Span] = []
-    for block, count in enumerate(replicas):
-        if count:
-            continue
-        if spans and spans[-1].end == block:
-            spans[-1] = Span(spans[-1].start, block + 1)
-        else:
-            spans.append(Span(block, block + 1))
-    return tuple(spans)
-
-
 def servers_key(swarm: str, model: str, shard: str = ROOT_SHARD) -> str:
     """Return the DHT key whose subkeys are servers of one model."""
     return f"swarm.v1/{swarm}/servers/{shard}/{model}"

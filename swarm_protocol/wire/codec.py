@@ -87,7 +87,7 @@ def _bytes_of(tensor: torch.Tensor, codec: pb.Codec) -> bytes:
         raise RequestRejected(f"tensors of {tensor.dtype} cannot be sent to servers: expected {known}")
     if tensor.requires_grad or not tensor.is_cpu:
         tensor = tensor.detach().cpu()
-    return _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else _raw_bytes(tensor)
+    return _PACK[codec](tensor.contiguous()) if codec in _PACK and tensor.numel() else as_numpy(tensor).tobytes()
 
 
 def _fill(header: pb.Tensor, tensor: torch.Tensor, codec: pb.Codec, size_bytes: int, data: bytes) -> None:
@@ -102,7 +102,6 @@ class EncodedRows:
 
     Attributes:
         header: the wire tensor of each row, without its data.
-        data: the data of each row.
     """
 
     def __init__(self, tensor: torch.Tensor, codec: pb.Codec) -> None:
@@ -121,11 +120,6 @@ class EncodedRows:
 def parts_of(data: bytes) -> Iterator[bytes]:
     """Return the parts in which data travel, each of ``PART_BYTES``, but for the last."""
     return (data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES))
-
-
-def _raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the elements in row-major order, whatever the strides."""
-    return as_numpy(tensor).tobytes()
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -182,16 +182,13 @@ def _earliest_place(product: Lowered, before: Sequence[Lowered]) -> int:
     assert out is not None and x is not None
     for place in range(len(before), 0, -1):
         earlier = before[place - 1]
-        if isinstance(earlier.weight, SplitWeight) and _is_same(earlier.places[1], x):
+        y = earlier.places[1] if isinstance(earlier.weight, SplitWeight) else None
+        if y is not None and (y.memory.number, y.offset) == (x.memory.number, x.offset):
             return place
         numbers = [where.memory.number for where in earlier.places if where is not None]
         if out.memory.number in numbers or x.memory.number == numbers[0]:
             break
     return len(before)
-
-
-def _is_same(a: StridedAddress | None, b: StridedAddress) -> bool:
-    return a is not None and (a.memory.number, a.offset) == (b.memory.number, b.offset)
 
 
 def _weight_operands(weight: QuantizedWeight | None) -> list[Operand]:
@@ -233,7 +230,7 @@ def _between(less: Lowered, more: Lowered, at: Callable[[int, int], int]) -> Low
         None if a is None or b is None else _place_between(a, b, at)
         for a, b in zip(less.places, more.places, strict=True)
     )
-    return less.with_numbers(tuple(map(at, less.sizes, more.sizes)), places)
+    return replace(less, sizes=tuple(map(at, less.sizes, more.sizes)), places=places)
 
 
 def _place_between(less: StridedAddress, more: StridedAddress, at: Callable[[int, int], int]) -> StridedAddress:

@@ -28,7 +28,6 @@ class Lowered:
 
     Attributes:
         places: the places of out, a, b and c, as far as the instruction has them.
-        weight: the weight of a product.
     """
 
     kind: Opcode
@@ -38,9 +37,6 @@ class Lowered:
     number: int = 0
     other: int = 0
     weight: QuantizedWeight | None = None
-
-    def with_numbers(self, sizes: tuple[int, ...], places: tuple[StridedAddress | None, ...]) -> Lowered:
-        return Lowered(self.kind, sizes, places, self.scalar, self.number, self.other, self.weight)
 
 
 def lowered(operation: Operation) -> list[Lowered]:

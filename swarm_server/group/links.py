@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from swarm_models.kernels.kernel_weight import KernelWeight
-from swarm_models.kernels.library import declare, kernel
+from swarm_models.kernels.library import kernel, with_functions
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import PeerUnavailable
 from swarm_server.group.group_key import KEY_BYTES
@@ -75,14 +75,8 @@ class NotSealed(GroupEnded):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled functions; None if there are none here, as on Windows or without a compiler."""
-    compiled = kernel()
-    if compiled is None:
-        return None
-    try:
-        declare(compiled.library, _SIGNATURES)
-    except AttributeError:  # the library is older than this file, or for Windows
-        return None
-    return compiled.library if compiled.library.swarm_request_bytes() == ctypes.sizeof(_Words) else None
+    found = with_functions(_SIGNATURES)
+    return found if found is not None and found.swarm_request_bytes() == ctypes.sizeof(_Words) else None
 
 
 def _require_library() -> ctypes.CDLL:
@@ -158,7 +152,6 @@ class MemberLink:
         name: the other member's name; empty on one machine.
         host: the other member's machine; empty on one machine.
         failure: what the other member could not do, and why; empty if it has not failed.
-        has_loaded: whether the other member has loaded its rows of a span.
     """
 
     def __init__(
@@ -355,7 +348,6 @@ class LeaderLinks:
 
     Attributes:
         deal: the members' shares in the rows of every weight.
-        handle: the group for the compiled kernel.
         failure: why the group has ended; None while it works.
     """
 
@@ -378,7 +370,6 @@ class LeaderLinks:
         return [each / 1e9 for each in spent_ns]
 
     def close(self) -> None:
-        """Close all links."""
         for link in self.links:
             link.close()
 

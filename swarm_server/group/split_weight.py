@@ -23,7 +23,6 @@ class SplitWeight(QuantizedWeight):
 
     Attributes:
         number: the number of the weight in all members.
-        own: the leader's rows.
     """
 
     def __init__(self, number: int, whole: Packed, links: LeaderLinks) -> None:
@@ -79,14 +78,10 @@ def answer(request: MemberRequest, own: OwnWeights, link: MemberLink) -> None:
         link.send(weight.dequantize())
         return
     if request.wanted != GRADIENT:
-        _not_understood(request)
+        raise GroupEnded(f"the leader asked for something of kind {request.wanted}, which is not understood")
     grad = torch.empty(request.rows, weight.shape[0], dtype=torch.float32)
     link.receive(grad)
     link.send(weight.matmul_grad(grad))
-
-
-def _not_understood(request: MemberRequest) -> NoReturn:
-    raise GroupEnded(f"the leader asked for something of kind {request.wanted}, which is not understood")
 
 
 class Splitter:

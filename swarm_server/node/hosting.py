@@ -127,11 +127,6 @@ def load_parts(
     return stacks, report
 
 
-def can_have_followers(checkpoint: ModelCheckpoint) -> bool:
-    """Return whether other processes can read the model's files, as the followers of a group do."""
-    return isinstance(checkpoint.files, FollowerFiles)
-
-
 def follower_loader(config: ServerConfig, checkpoint: ModelCheckpoint) -> MakeLoader:
     """Return the function with which the followers of a group load the same blocks as this server.
 
@@ -162,11 +157,7 @@ def _follower_loader(config: ServerConfig, files: FollowerFiles) -> Iterator[Loa
 
 
 class SpanRuntime:
-    """One span while the server hosts it.
-
-    Attributes:
-        host: the sessions of the span.
-    """
+    """One span while the server hosts it."""
 
     def __init__(self, span: Span, host: SessionManager, meter: Meter, cores: CoreShare) -> None:
         self.span = span

@@ -16,7 +16,7 @@ from swarm_protocol.net.ip_networks import parse_host
 from swarm_server.core.config import MOST_MEMBERS, ServerConfig
 from swarm_server.group.payoff import QUANTS, Payoff
 from swarm_server.net.network_probe import MeasuredLink
-from swarm_server.node.hosting import can_have_followers
+from swarm_server.node.hosting import FollowerFiles
 
 NEAR_S = 1e-3  # the longest round-trip time between members that are proposed
 _WORTH_PROPOSING = 1.1  # times one session's speed: less is not worth a restart
@@ -30,7 +30,6 @@ class GroupProposal:
 
     Attributes:
         others: the addresses of the other members' machines.
-        payoff: what the group gives, by computation.
     """
 
     others: tuple[str, ...]
@@ -47,7 +46,7 @@ class GroupProposal:
 
 def can_be_in_group(config: ServerConfig, checkpoint: ModelCheckpoint) -> bool:
     """Return whether a server with this configuration could be in a group, and is not started for one already."""
-    return not config.is_in_group and kernel() is not None and can_have_followers(checkpoint)
+    return not config.is_in_group and kernel() is not None and isinstance(checkpoint.files, FollowerFiles)
 
 
 def could_join(server: ServerRecord) -> bool:
@@ -96,7 +95,6 @@ def group_proposal(
 
     Args:
         links: measured links by peer id; servers without one are left out.
-        block_bytes: bytes of the weights of a block.
     """
     near = [server for server in near if server.peer_id in links]
     to_near = [links[server.peer_id] for server in near]

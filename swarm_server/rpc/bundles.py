@@ -38,11 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ReplyBundle:
-    """The replies to one client on the stream that its sessions share.
-
-    Attributes:
-        num_sessions: the number of sessions that reply on this stream.
-    """
+    """The replies to one client on the stream that its sessions share."""
 
     def __init__(self, client: Caller, outbox: Outbox[pb.KeyedReply]) -> None:
         self.client = client
@@ -339,10 +335,6 @@ async def _send_all(outbox: Outbox[Any]) -> None:
         await outbox.send_all()
 
 
-def _ignore(_could_be: bool) -> None:
-    """Do nothing at the end of a step: its client sees its output."""
-
-
 def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Callable[[StepTasks, pb.StepBundle], None]:
     """Return a function that takes a client's steps; ``find`` raises SessionLost if the client has no such session."""
 
@@ -357,7 +349,7 @@ def take_for(find: Callable[[bytes], HostedSession], arrivals: Arrivals) -> Call
                 continue
             step = entry.step
             size_bytes = step.ByteSize() if part_bytes is None else part_bytes
-            tasks.add(hosted, step, size_bytes, arrivals, _ignore)
+            tasks.add(hosted, step, size_bytes, arrivals, lambda _could_be: None)  # the client sees the step's output
 
     return take
 

@@ -41,10 +41,6 @@ _TAKEN_S = 30.0  # how long the client may take to read one part of its answer
 _ADMITTED_S = 5.0  # between two checks whether the client of a silent session is still a member
 
 
-def _client_of(context: _Context) -> str:
-    return peer_of(context.auth_context())
-
-
 @dataclass(frozen=True)
 class CallerChecks:
     """The checks by which a service knows its callers.
@@ -57,7 +53,7 @@ class CallerChecks:
 
     access: AccessControl | None = None
     origins: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    client_of: Callable[[_Context], str] = _client_of
+    client_of: Callable[[_Context], str] = lambda context: peer_of(context.auth_context())
 
     def admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
         """Return the client. Raise AccessDenied if it may not make calls that require this role."""

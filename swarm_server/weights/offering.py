@@ -65,7 +65,6 @@ class Offering:
 
     Attributes:
         digest: the digest of the manifest; empty while nothing is offered.
-        sent_bytes: the bytes sent in all.
     """
 
     def __init__(
@@ -190,13 +189,10 @@ class Offering:
                 size_bytes = min(_READ_BYTES, end - start)
                 rest = memoryview(await asyncio.to_thread(_read, self._path(offered, file), start, size_bytes))
                 while rest:
-                    sent_bytes = self._part_bytes()
+                    sent_bytes = int(min(_MAX_SENT_BYTES, max(_MIN_SENT_BYTES, _SENT_S * self._bytes_per_s())))
                     part, rest = rest[:sent_bytes], rest[sent_bytes:]
                     await self._budget.take(len(part))
                     yield bytes(part)
-
-    def _part_bytes(self) -> int:
-        return int(min(_MAX_SENT_BYTES, max(_MIN_SENT_BYTES, _SENT_S * self._bytes_per_s())))
 
     def _bytes_per_s(self) -> float:
         return rate_beside(self._load()) if self._rate is None else self._rate

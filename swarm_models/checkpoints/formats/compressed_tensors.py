@@ -13,7 +13,7 @@ import torch
 
 from swarm_models.checkpoints.formats.fp8 import is_block, pack_fp8
 from swarm_models.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, pack_words, unpack_words
-from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, setting
+from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, require_groups, setting
 from swarm_models.checkpoints.safetensors_file import FLOAT8, StoredTensor
 from swarm_protocol.errors import CheckpointError
 from swarm_protocol.untrusted.json_file import shown
@@ -143,11 +143,7 @@ def _require_groups(parts: Parts, rows: int, width: int) -> None:
     groups = 1 if len(scale.shape) < 2 else scale.shape[1]
     is_right = is_one or (scale.shape in ((rows,), (rows, groups)) and groups > 0)
     require(is_right, scale, f"one scale, or {rows} rows of one or more")
-    if "g_idx" in parts:
-        order = parts["g_idx"]
-        require(order.dtype in (torch.int32, torch.int64) and order.shape == (width,), order, f"{width} integers")
-    else:
-        require(width % groups == 0, scale, f"a number of groups that divides {width} inputs")
+    require_groups(parts, scale, width, groups)
 
 
 def _by_row(values: torch.Tensor) -> torch.Tensor:

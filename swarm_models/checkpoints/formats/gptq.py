@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm_models.checkpoints.formats.groups import WORD_BITS, Integers, IntegerTensor, unpack_words
-from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, setting
+from swarm_models.checkpoints.formats.packed import PackedForm, Parts, require, require_groups, setting
 from swarm_models.checkpoints.safetensors_file import StoredTensor
 
 
@@ -38,11 +38,7 @@ def _pack(name: str, parts: Parts, bits: int, stored_minus_one: bool) -> StoredT
     groups = scales.shape[0]
     words = (groups, -(-outputs // per_word))
     require(qzeros.dtype == torch.int32 and qzeros.shape == words, qzeros, f"int32 of shape {list(words)}")
-    if "g_idx" in parts:
-        order = parts["g_idx"]
-        require(order.dtype in (torch.int32, torch.int64) and order.shape == (inputs,), order, f"{inputs} integers")
-    else:
-        require(inputs % groups == 0, scales, f"a number of groups that divides {inputs} inputs")
+    require_groups(parts, scales, inputs, groups)
     unpack = partial(_unpack, bits=bits, stored_minus_one=stored_minus_one)
     return IntegerTensor(name, torch.float32, (outputs, inputs), parts, unpack)
 

@@ -25,10 +25,7 @@ class PackedTensor(StoredTensor):
     """A weight in full precision that is computed from its parts at each ``read``.
 
     Attributes:
-        name: the weight's name in the model.
         dtype: the dtype of what ``unpack`` returns: float32, or bfloat16 where that is exact.
-        shape: the shape of the whole weight.
-        parts: the stored tensors, by role.
         unpack: a module-level function with its settings. It takes the parts' data by role, and returns ``shape`` in
             ``dtype``, or the rows that the data covers. Raises CheckpointError.
         part_rows: rows of a part per row of the weight, by role; other parts are read whole for each tile. Empty: the
@@ -79,11 +76,7 @@ class PackedTensor(StoredTensor):
 
 
 class JoinedTensor(StoredTensor):
-    """A matrix of the model whose rows are the concatenated rows of several tensors of one dtype.
-
-    Attributes:
-        parts: the tensors, in order.
-    """
+    """A matrix of the model whose rows are the concatenated rows of several tensors of one dtype."""
 
     def __init__(self, parts: Sequence[StoredTensor]) -> None:
         self.parts = parts
@@ -105,7 +98,6 @@ class PackedForm:
     Attributes:
         parts: the suffix of each part's name after their common prefix, by role. No other tensor has the first suffix:
             wherever it occurs, all parts must exist.
-        weight: the suffix of the weight's name.
         pack: makes the tensor of the given name from its parts. Raises CheckpointError if they do not fit together.
         optional: like ``parts``, for parts that may be absent.
         unused: suffixes of tensors that describe the quantisation of activations, which is not done here.
@@ -128,11 +120,6 @@ class PackedNames:
 
 def find_packed(names: Collection[str], forms: Collection[PackedForm], where: str) -> dict[str, PackedNames | None]:
     """Return how each full-precision tensor of a checkpoint is stored, by name; None if it is stored unpacked.
-
-    Args:
-        names: the names of the stored tensors.
-        forms: the forms in which weights may be packed.
-        where: the checkpoint, for errors.
 
     Raises:
         CheckpointError: a tensor has no scale, or lacks another part; the message names the tensor.
@@ -166,6 +153,15 @@ def require(is_right: bool, stored: FileTensor, expected: str) -> None:
         raise CheckpointError(
             f"{stored.path} holds {stored.name} as {kind} of shape {list(stored.shape)}: expected {expected}"
         )
+
+
+def require_groups(parts: Parts, scale: FileTensor, width: int, groups: int) -> None:
+    """Raise CheckpointError unless ``g_idx`` has a group for each input, or else all groups are of equal size."""
+    if "g_idx" in parts:
+        order = parts["g_idx"]
+        require(order.dtype in (torch.int32, torch.int64) and order.shape == (width,), order, f"{width} integers")
+    else:
+        require(width % groups == 0, scale, f"a number of groups that divides {width} inputs")
 
 
 def require_finite(scale: torch.Tensor, name: str) -> torch.Tensor:

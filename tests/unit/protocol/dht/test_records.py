@@ -19,12 +19,11 @@ from swarm_protocol.dht.records import (
     ServerState,
     SwarmView,
     WorkTotals,
-    missing_spans,
     models_key,
     servers_key,
 )
 from swarm_protocol.pb import swarm_pb2 as pb
-from swarm_protocol.span import Span
+from swarm_protocol.span import Span, runs_without
 from swarm_protocol.wire.constants import MAX_ADDRESSES, MAX_NAME_CHARS
 from tests.unit.support import server_record
 
@@ -184,7 +183,7 @@ def test_replicas_count_the_online_servers_of_each_block(servers: list, num_bloc
 
 @given(st.lists(st.integers(0, 2), max_size=20))
 def test_missing_spans_are_the_maximal_gaps(replicas: list[int]) -> None:
-    spans = missing_spans(replicas)
+    spans = runs_without(replicas)
     assert [block for span in spans for block in span] == [b for b, count in enumerate(replicas) if count == 0]
     assert all(left.end < right.start for left, right in itertools.pairwise(spans))
 
