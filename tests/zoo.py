@@ -19,55 +19,28 @@ SLIDING = 8  # window and chunk length, shorter than every test sequence
 INITIALIZER_RANGE = 0.2  # ten times the usual one, so that a wrong block changes the output visibly
 
 TOKENS = dict(pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
-COMMON = dict(
-    hidden_size=HIDDEN,
-    num_hidden_layers=BLOCKS,
-    vocab_size=VOCAB,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS,
-    intermediate_size=FFN,
-    max_position_embeddings=POSITIONS,
-    **TOKENS,
-)
+MAMBA = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB, **TOKENS)
+FALCON = dict(MAMBA, num_attention_heads=HEADS)
+NEOX = dict(FALCON, intermediate_size=FFN, max_position_embeddings=POSITIONS)
+COMMON = dict(NEOX, num_key_value_heads=KV_HEADS)
 SMALL_HEADS = dict(COMMON, head_dim=16)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
-FALCON = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, num_attention_heads=HEADS, vocab_size=VOCAB, **TOKENS)
 GPT = dict(n_embd=HIDDEN, n_layer=BLOCKS, n_head=HEADS, vocab_size=VOCAB, n_positions=POSITIONS, **TOKENS)
-OPT = dict(
-    hidden_size=HIDDEN,
-    num_hidden_layers=BLOCKS,
-    num_attention_heads=HEADS,
-    ffn_dim=FFN,
-    vocab_size=VOCAB,
-    max_position_embeddings=POSITIONS,
-    **TOKENS,
-)
+OPT = dict(FALCON, ffn_dim=FFN, max_position_embeddings=POSITIONS)
 CONVOLUTIONS = ["conv", "conv", "full_attention"] * (BLOCKS // 3)
 DELTA = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16)
 STATES = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16)
-LATENT = dict(
-    COMMON,
-    num_key_value_heads=HEADS,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    n_shared_experts=1,
-)
+LATENT_HEADS = dict(num_key_value_heads=HEADS, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+LATENT_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1)
+LATENT = COMMON | LATENT_HEADS | LATENT_EXPERTS | dict(num_local_experts=4)
+ROUTED = COMMON | LATENT_HEADS | LATENT_EXPERTS | dict(n_routed_experts=4, topk_group=1, q_lora_rank=32)
 INDEXED = dict(
-    {name: value for name, value in LATENT.items() if name != "num_local_experts"},
-    n_routed_experts=4,
+    ROUTED,
     n_group=1,
-    topk_group=1,
-    q_lora_rank=32,
     index_topk=SLIDING,  # so that the index leaves positions out
     index_head_dim=16,
     index_n_heads=16,  # with few heads, scores of exactly 0 are equal
 )
-MAMBA = dict(hidden_size=HIDDEN, num_hidden_layers=BLOCKS, vocab_size=VOCAB, **TOKENS)
 
 CONFIGS: dict[str, tuple[str, dict]] = {
     "bloom": ("bloom", dict(hidden_size=HIDDEN, n_layer=BLOCKS, n_head=HEADS, vocab_size=VOCAB, **TOKENS)),
@@ -103,18 +76,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
             **TOKENS,
         ),
     ),
-    "gpt_neox": (
-        "gpt_neox",
-        dict(
-            hidden_size=HIDDEN,
-            num_hidden_layers=BLOCKS,
-            num_attention_heads=HEADS,
-            intermediate_size=FFN,
-            vocab_size=VOCAB,
-            max_position_embeddings=POSITIONS,
-            **TOKENS,
-        ),
-    ),
+    "gpt_neox": ("gpt_neox", NEOX),
     "gptj": ("gptj", dict(GPT, rotary_dim=8)),
     "qwen2": ("qwen2", COMMON),
     "qwen2-sliding": ("qwen2", dict(COMMON, use_sliding_window=True, sliding_window=SLIDING, max_window_layers=2)),
@@ -137,11 +99,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "granite": (
         "granite",
         dict(
-            COMMON,
-            embedding_multiplier=12.0,
-            residual_multiplier=0.22,
-            attention_multiplier=0.25,
-            logits_scaling=8.0,
+            COMMON, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.25, logits_scaling=8.0
         ),
     ),
     "mpt": ("mpt", dict(d_model=HIDDEN, n_layers=BLOCKS, n_heads=HEADS, vocab_size=VOCAB, max_seq_len=256, **TOKENS)),
@@ -150,25 +108,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
         dict(SMALL_HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=SLIDING),
     ),
     "smollm3": ("smollm3", COMMON),
-    "deepseek_v3": (
-        "deepseek_v3",
-        dict(
-            COMMON,
-            num_key_value_heads=HEADS,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=2,
-            q_lora_rank=32,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-            n_shared_experts=1,
-        ),
-    ),
+    "deepseek_v3": ("deepseek_v3", dict(ROUTED, n_group=2, first_k_dense_replace=2)),
     "llama4_text": (
         "llama4_text",
         dict(
