@@ -27,6 +27,7 @@ from tests.quick_keys import new_identity
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.worlds.memory_dht import forget, hold_in_memory
+from tests.zoo import BLOCKS
 
 _numbers = itertools.count()
 
@@ -124,6 +125,19 @@ class InProcessServers(Closing):
 
 async def _stop(server: Server) -> None:
     server.stop()
+
+
+def records_through(peer: str, swarm: str, model: str, num_blocks: int = BLOCKS) -> list[ServerRecord]:
+    """What somebody finds in the DHT who has just come by way of this member, first blocks first."""
+
+    async def read() -> list[ServerRecord]:
+        dht = await Dht.join(swarm, [peer], new_identity())
+        try:
+            return list((await dht.view(model, num_blocks)).servers)
+        finally:
+            await dht.shutdown()
+
+    return background.run(read())
 
 
 class Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import queue
@@ -113,6 +114,11 @@ class ForkedProcess:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         self.stdin.close()
         return code
+
+
+def lone_client(task: Sequence[Any], environment: Mapping[str, str]) -> ForkedProcess:
+    """A client in a process of its own; its task is that of ``tests.swarm.lone_client``."""
+    return ForkedProcess("tests.swarm.lone_client", [json.dumps(task)], None, environment)
 
 
 class ForkedCluster(LocalCluster):

@@ -1,8 +1,7 @@
-"""The libp2p daemon of a server or a client is killed: both are in the swarm again, and say so."""
+"""The libp2p daemon of a server is killed: it is in the swarm again, and says so."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from pathlib import Path
@@ -12,12 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_client import DistributedModel
-from swarm_client.core import background
-from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import NoSwarm
-from tests.quick_keys import new_identity
-from tests.swarm.harness import InProcessServers
+from tests.swarm.harness import records_through
 from tests.swarm.pair import ends_only_at_its_length, random_ids
 from tests.swarm.processes import ServerProcess, is_alive
 from tests.swarm.waiting import wait_for
@@ -40,14 +36,10 @@ def test_a_server_is_found_again(server_process, llama, tmp_path) -> None:
     (daemon,) = server.children()
 
     def record() -> ServerRecord | None:
-        """What somebody finds who has just come, at the address that the server printed."""
         try:
-            dht = background.run(Dht.join(swarm, [server.ready["peer"]], new_identity()))
+            return next(iter(records_through(server.ready["peer"], swarm, llama.name)), None)
         except NoSwarm:
             return None
-        view = background.run(dht.view(llama.name, BLOCKS))
-        background.run(dht.shutdown())
-        return next(iter(view.servers), None)
 
     before = record()
     os.kill(daemon, signal.SIGKILL)
@@ -62,21 +54,3 @@ def test_a_server_is_found_again(server_process, llama, tmp_path) -> None:
         assert_generates(llama, model)
     assert server.stderr.count("the libp2p daemon has ended") == 1 and "Traceback" not in server.stderr
     assert server.terminate() == 0
-
-
-def test_a_client_finds_servers_that_came_after_its_daemon_had_ended(llama, caplog) -> None:
-    with InProcessServers(llama) as servers:
-        first = servers.start("0:3", "3:6")
-        with DistributedModel.from_pretrained(
-            str(llama), swarm=servers.swarm, wait_timeout_s=60.0, draft="none"
-        ) as model:
-            assert_generates(llama, model)
-            client = model.blocks.swarm._discovery._dht
-            client._node.p2p._child.kill()
-            background.run(client.daemon_ended())
-            servers.start("0:3", "3:6")
-            for server in first:
-                servers.stop(server)
-            with caplog.at_level(logging.WARNING):
-                assert_generates(llama, model)
-            assert "the libp2p daemon of this client has ended" in caplog.text

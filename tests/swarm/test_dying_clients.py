@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 
 import psutil
 
 from tests.swarm.pair import random_ids
+from tests.swarm.processes import lone_client
 from tests.swarm.survival import ROOM, Fleet, room_left
 from tests.swarm.waiting import wait_for
 
@@ -19,17 +17,16 @@ IDS = random_ids(1, 30, seed=40)
 def test_killed_in_the_middle_of_a_generation(fleet, cache_home):
     """Its sessions and their copies are gone, and so are its connections; those between servers may stay."""
     task = [str(fleet.model), {"swarm": fleet.swarm, "standby": True}, IDS[0].tolist(), 50, 5]
-    command = [sys.executable, "-m", "tests.swarm.lone_client", json.dumps(task)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache_home)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment, **pipes) as client:
+    client = lone_client(task, {**os.environ, "XDG_CACHE_HOME": str(cache_home)})
+    try:
         assert all(client.stdout.readline() for _ in range(5))
         wait_for(lambda: all(room_left(server) < ROOM for server in fleet.running), "the session has copies")
         ports = {connection.laddr.port for connection in connections(client.pid)}
         assert num_connected(fleet, ports) >= len(fleet.running)
+    finally:
         client.kill()
-        fleet.wait_until_all_room_is_free()
-        wait_for(lambda: num_connected(fleet, ports) == 0, "the connections are closed")
+    fleet.wait_until_all_room_is_free()
+    wait_for(lambda: num_connected(fleet, ports) == 0, "the connections are closed")
 
 
 def num_connected(fleet: Fleet, ports: set[int]) -> int:

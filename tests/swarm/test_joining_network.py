@@ -1,7 +1,8 @@
-"""Servers of several hosts: each listens where the others reach it without being told where that is."""
+"""Servers of several hosts listen where others reach them, and are found, without being told where that is."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -13,12 +14,14 @@ from swarm_client.core import background
 from swarm_client.core.config import ClientConfig
 from swarm_gateway.monitor.status import read_status
 from tests.swarm.network import Network
+from tests.swarm.processes import ForkedCluster, run_commands
 from tests.swarm.waiting import DEADLINE_S, wait_for
+from tests.zoo import save_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     with Network("one", "two", "three") as network:
         yield network
@@ -30,10 +33,11 @@ def clusters(network, tmp_path) -> Iterator[dict[str, LocalCluster]]:
     with ExitStack() as stack:
         yield {
             host: stack.enter_context(
-                network.run(host, partial(LocalCluster, {"XDG_CACHE_HOME": str(tmp_path / host)}))
+                network.run(host, partial(ForkedCluster, {"XDG_CACHE_HOME": str(tmp_path / host)}))
             )
             for host in ("one", "two", "three")
         }
+        network.mend("three")
 
 
 def words(server: LocalServer) -> str:
@@ -73,3 +77,24 @@ def test_the_loopback_is_refused_and_silence_is_said(network, clusters):
         assert server.wait_gone(DEADLINE_S)
         assert words(server).splitlines()[-1].startswith(f"error: {sentence}"), words(server)
         assert "Traceback" not in words(server)
+
+
+def test_servers_that_are_given_no_address_find_each_other_and_a_client_finds_them(network, clusters, tmp_path):
+    save_checkpoint("llama", tmp_path / "llama")
+    common = ["--discover", "--swarm", "lan"]
+    flags = ["--model", str(tmp_path / "llama"), "--quant", "none", "--throughput", "10", *common]
+    servers = {
+        host: clusters[host].start(*flags, "--blocks", blocks) for host, blocks in (("one", "0:3"), ("two", "3:6"))
+    }
+    for host, server in servers.items():
+        clusters[host].wait_ready([server])
+        assert server.ready["grpc"].startswith(f"{network.addresses[host]}:")
+
+    def seen() -> set[str]:
+        (done,) = network.run(
+            "three", lambda: run_commands("swarm_client", [["status", "--json", *common]], tmp_path / "three")
+        )
+        assert done.code == 0, done.stderr
+        return {server["peer_id"] for model in json.loads(done.stdout)["models"] for server in model["servers"]}
+
+    wait_for(lambda: seen() == {server.peer_id for server in servers.values()}, "a client sees both servers")

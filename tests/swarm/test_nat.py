@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from swarm_protocol.tunnel.circuit import relay_of
 from tests.quick_keys import new_identity
 from tests.swarm.nat import FirewalledNetwork, NatNetwork
 from tests.swarm.pair import ends_only_at_its_length
-from tests.swarm.processes import ServerProcess
+from tests.swarm.processes import ForkedProcess, ServerProcess, lone_client, run_commands
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import VOCAB
 
@@ -51,6 +50,12 @@ class Lab:
             self.peers.append(process.ready["peer"])
         return process
 
+    def serve_hidden(self, *flags: str) -> ServerProcess:
+        """A server in the first home, of the blocks that a public one lacks; returns once it has a relay."""
+        hidden = self.serve("home-a", "2:6", *flags)
+        wait_for(lambda: self.relays_of(hidden), "the server has a relay")
+        return hidden
+
     def records(self) -> list[ServerRecord]:
         """As a public host sees them: this process."""
         if self._dht is None:
@@ -65,19 +70,22 @@ class Lab:
 
     def relays_in_status(self) -> set[str | None]:
         """The relays by which the client reaches servers, as its status says; None of those that it reaches itself."""
-        command = [sys.executable, "-m", "swarm_client", "status", "--initial-peers", *self.peers, "--json"]
-        start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
-        with self.network.run("home-b", start) as process:
-            output, _ = process.communicate(timeout=DEADLINE_S)
-        (model,) = json.loads(output)["models"]
+        command = ["status", "--initial-peers", *self.peers, "--json"]
+        (done,) = self.network.run("home-b", partial(run_commands, "swarm_client", [command], self._cache))
+        (model,) = json.loads(done.stdout)["models"]
         return {server["relay"] for server in model["servers"]}
 
-    def generate(self, waits_after: int = 0) -> subprocess.Popen[str]:
+    def generate(self, waits_after: int = 0) -> ForkedProcess:
         """Start a client in the second home. It waits after so many tokens until it is read further."""
         task = [str(self._directory), {"initial_peers": self.peers}, PROMPT[0].tolist(), NEW_TOKENS, waits_after]
-        command = [sys.executable, "-m", "tests.swarm.lone_client", json.dumps(task)]
-        start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        return self._stack.enter_context(self.network.run("home-b", start))
+        client = self.network.run("home-b", partial(lone_client, task, dict(os.environ)))
+        self._stack.callback(client.kill)
+        return client
+
+    def begin(self) -> tuple[ForkedProcess, list[int]]:
+        """Start a client; return it with its first tokens, after which it waits."""
+        client = self.generate(waits_after=6)
+        return client, [int(client.stdout.readline()) for _ in range(6)]
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +100,11 @@ def lab(llama, tmp_path) -> Iterator[Lab]:
         yield Lab(network, llama, tmp_path, stack)
 
 
-def tokens_of(client: subprocess.Popen[str]) -> list[int]:
-    output, _ = client.communicate(timeout=DEADLINE_S)
-    assert client.returncode == 0
-    return list(map(int, output.split()))
+def tokens_of(client: ForkedProcess) -> list[int]:
+    client.stdin.close()
+    tokens = list(map(int, client.stdout.read().split()))
+    assert client.wait(DEADLINE_S) == 0
+    return tokens
 
 
 def test_two_routers_let_their_homes_connect_directly(lab, expected):
@@ -105,12 +114,10 @@ def test_two_routers_let_their_homes_connect_directly(lab, expected):
     assert lab.network.bytes_between("home-b", "home-a") == 0
     lab.serve("one", "0:2", "--relay-for-others", "0")
     relay = lab.serve("two", "5:6")
-    hidden = lab.serve("home-a", "2:6")
-    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    lab.serve_hidden()
     assert lab.relays_in_status() == {None}
     of_status = lab.network.bytes_between("home-b", "home-a")
-    client = lab.generate(waits_after=6)
-    seen = [int(client.stdout.readline()) for _ in range(6)]
+    client, seen = lab.begin()
     relay.kill()
     before = lab.network.bytes_between("home-b", "home-a")
     assert seen + tokens_of(client) == expected
@@ -123,8 +130,7 @@ def test_two_firewalls_let_their_homes_connect_directly_over_ipv6(llama, tmp_pat
         lab = Lab(network, llama, tmp_path, stack)
         network.bytes_between("home-b", "home-a")
         lab.serve("one", "0:2")
-        hidden = lab.serve("home-a", "2:6")
-        wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+        lab.serve_hidden()
         assert tokens_of(lab.generate()) == expected
         assert network.bytes_between("home-b", "home-a") > 0
 
@@ -135,26 +141,10 @@ def test_a_router_that_draws_ports_leaves_it_to_the_relay(lab, expected):
     lab.network.draws_ports("home-b")
     assert lab.network.bytes_between("home-b", "home-a") == 0
     one = lab.serve("one", "0:2")
-    hidden = lab.serve("home-a", "2:6")
-    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
+    lab.serve_hidden()
     assert lab.relays_in_status() == {None, one.ready["peer"].rpartition("/")[2]}
     assert tokens_of(lab.generate()) == expected
     assert lab.network.bytes_between("home-b", "home-a") == 0
-
-
-def test_the_relay_is_killed_in_mid_generation(lab, expected):
-    relays = {
-        process.ready["peer"].rpartition("/")[2]: process
-        for process in (lab.serve("one", "0:2"), lab.serve("two", "0:2"))
-    }
-    hidden = lab.serve("home-a", "2:6")
-    wait_for(lambda: lab.relays_of(hidden) == relays.keys(), "the server has two relays")
-    client = lab.generate(waits_after=6)
-    seen = [int(client.stdout.readline()) for _ in range(6)]
-    record = next(r for r in lab.records() if r.peer_id == hidden.ready["peer"].rpartition("/")[2])
-    used = next(filter(None, map(relay_of, record.addresses)))
-    relays[used].kill()
-    assert seen + tokens_of(client) == expected
 
 
 @pytest.mark.parametrize("way", ["through the relay", "directly"])
@@ -165,21 +155,17 @@ def test_routers_that_forget_silent_connections(lab, expected, way):
         if way == "directly":
             lab.network.says_nothing(home)
     lab.serve("one", "0:2")
-    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "3")
-    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
-    client = lab.generate(waits_after=6)
-    seen = [int(client.stdout.readline()) for _ in range(6)]
-    time.sleep(20.0)
+    hidden = lab.serve_hidden("--relay-keepalive", "3")
+    client, seen = lab.begin()
+    time.sleep(12.0)
     assert seen + tokens_of(client) == expected
     assert "does not answer any more" not in hidden.stderr
 
 
 def test_a_laptop_that_changes_networks_goes_on_serving(lab, expected):
     lab.serve("one", "0:2")
-    hidden = lab.serve("home-a", "2:6", "--relay-keepalive", "2")
-    wait_for(lambda: lab.relays_of(hidden), "the server has a relay")
-    client = lab.generate(waits_after=6)
-    seen = [int(client.stdout.readline()) for _ in range(6)]
+    hidden = lab.serve_hidden("--relay-keepalive", "2")
+    client, seen = lab.begin()
     address = lab.network.change_address("home-a", 77)
     assert seen + tokens_of(client) == expected
     peer_id = hidden.ready["peer"].rpartition("/")[2]

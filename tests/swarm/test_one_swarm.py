@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.core import background
-from swarm_protocol.dht.dht import Dht
 from swarm_protocol.process.local_registry import LocalRegistry
-from tests.quick_keys import new_identity
+from tests.swarm.harness import records_through
 from tests.swarm.network import ME, Network
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import wait_for
 
-NUM_BLOCKS = 6
 IS_SILENT = re.compile(
     r"no answer yet from …\w+(?:, …\w+)* of swarm default, though it seems to run; trying again for up to \d+ s"
 )
@@ -28,7 +25,7 @@ def start(llama, server_process) -> Iterator[Callable[..., ServerProcess]]:
     started: list[ServerProcess] = []
 
     def start(cache: Path, *arguments: str, wait: bool = True) -> ServerProcess:
-        fixed = ("--model", str(llama), "--quant", "none", "--throughput", "1", "--blocks", f"0:{NUM_BLOCKS}")
+        fixed = ("--model", str(llama), "--quant", "none", "--throughput", "1", "--blocks", "0:6")
         started.append(server_process(*fixed, *arguments, cache=cache, wait=wait))
         return started[-1]
 
@@ -55,15 +52,7 @@ def registered(cache: Path, swarm: str = "default") -> set[str]:
 
 def seen_by_way_of(server: ServerProcess) -> set[str]:
     """Whom a client sees that comes through this server."""
-
-    async def read() -> set[str]:
-        dht = await Dht.join("default", [server.ready["peer"]], new_identity())
-        try:
-            return {record.peer_id for record in (await dht.view("llama", NUM_BLOCKS)).servers}
-        finally:
-            await dht.shutdown()
-
-    return background.run(read())
+    return {record.peer_id for record in records_through(server.ready["peer"], "default", "llama")}
 
 
 def assert_one_swarm(*servers: ServerProcess) -> None:
@@ -85,17 +74,6 @@ def test_who_starts_while_the_others_are_frozen_waits_for_them_and_says_so(tmp_p
     assert registered(tmp_path) == {peer_id(server), peer_id(newcomer)}
     assert len(IS_SILENT.findall(newcomer.stderr)) == 1
     assert "starting without them" not in newcomer.stderr
-
-
-def test_two_halves_that_learn_of_one_another_become_one(tmp_path, start):
-    """Founded with caches of their own; then an entry of one half lies in the registry of the other."""
-    caches = tmp_path / "one", tmp_path / "two"
-    for cache in caches:
-        cache.mkdir()
-    first, second, third = begin(start, caches[0], caches[0], caches[1])
-    wait_for(lambda: seen_by_way_of(first) == {peer_id(first), peer_id(second)}, "the first half is one swarm")
-    LocalRegistry("default", caches[0] / "swarm" / "swarms").write(peer_id(third), [third.ready["peer"]])
-    assert_one_swarm(first, second, third)
 
 
 @pytest.mark.slow

@@ -7,17 +7,15 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from swarm_client.core import background
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import ServerRecord
-from tests.quick_keys import new_identity
+from tests.swarm.harness import records_through
 from tests.swarm.processes import ServerProcess
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -51,34 +49,8 @@ def machine(llama, tmp_path, server_process) -> Machine:
     return Machine(llama, tmp_path, server_process)
 
 
-class Monitor:
-    """A DHT node that only asks."""
-
-    def __init__(self, swarm: str, peer: str) -> None:
-        self._dht = background.run(Dht.join(swarm, [peer], new_identity()))
-
-    def records(self) -> list[ServerRecord]:
-        num_blocks = background.run(self._dht.models())["llama"]
-        return list(background.run(self._dht.view("llama", num_blocks)).servers)
-
-    def peers(self) -> list[str]:
-        return [record.peer_id for record in self.records()]
-
-    def close(self) -> None:
-        background.run(self._dht.shutdown())
-
-
-@pytest.fixture
-def observe() -> Iterator[Callable[..., Monitor]]:
-    observers: list[Monitor] = []
-
-    def start(server: ServerProcess, swarm: str = "default") -> Monitor:
-        observers.append(Monitor(swarm, server.ready["peer"]))
-        return observers[-1]
-
-    yield start
-    for monitor in observers:
-        monitor.close()
+def records(server: ServerProcess, swarm: str = "default") -> list[ServerRecord]:
+    return records_through(server.ready["peer"], swarm, "llama")
 
 
 def peer_id(server: ServerProcess) -> str:
@@ -91,7 +63,7 @@ def assert_registered(machine: Machine, swarm: str, *servers: ServerProcess) -> 
     assert registry == {peer_id(server): ([server.ready["peer"]], server.pid) for server in servers}
 
 
-def test_servers_find_each_other_and_leave_without_trace(machine, observe):
+def test_servers_find_each_other_and_leave_without_trace(machine):
     """Two servers started at once without addresses, a third in a swarm of its own; each ends in another way."""
     first, second = machine.start("--blocks", "0:4"), machine.start("--blocks", "2:6", "--throughput", "123.5")
     third = machine.start("--swarm", "mine")
@@ -103,12 +75,12 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
     # They find each other through the registry, and only within their swarm.
     assert_registered(machine, "default", first, second)
     assert_registered(machine, "mine", third)
-    default, mine = observe(first), observe(third, "mine")
-    assert default.peers() == [peer_id(first), peer_id(second)]
-    assert mine.peers() == [peer_id(third)]
+    default, mine = records(first), records(third, "mine")
+    assert [record.peer_id for record in default] == [peer_id(first), peer_id(second)]
+    assert [record.peer_id for record in mine] == [peer_id(third)]
 
     # What the ready line says is what the record says.
-    for server, record in zip((first, second, third), default.records() + mine.records(), strict=True):
+    for server, record in zip((first, second, third), default + mine, strict=True):
         assert server.ready == {
             "model": record.model,
             "blocks": str(record.span),
@@ -119,13 +91,13 @@ def test_servers_find_each_other_and_leave_without_trace(machine, observe):
         }
         assert record.revision == ModelCheckpoint.open(machine.model).revision
         assert record.state.name == "ONLINE" and record.tokens_per_s > 0 and record.cache_tokens_left > 0
-    assert default.records()[1].tokens_per_s == 123.5
-    assert str(mine.records()[0].span) == "0:6"  # chosen: the whole model fits
+    assert default[1].tokens_per_s == 123.5
+    assert str(mine[0].span) == "0:6"  # chosen: the whole model fits
 
     # SIGTERM and Ctrl-C withdraw the record. The libp2p daemon leaves with its server, whatever ended that.
     assert len(second.children()) == len(third.children()) == 1
     assert second.terminate() == 0
-    assert default.peers() == [peer_id(first)]
+    assert [record.peer_id for record in records(first)] == [peer_id(first)]
     assert_registered(machine, "default", first)
     assert first.interrupt() == 0
     assert machine.registry("default") == {}

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
-from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
-from swarm_protocol.tunnel.dial_back import ask_dial_back, serve_dial_back
 from swarm_protocol.tunnel.dialing import _TunnelPort, open_tunnel
 from swarm_protocol.tunnel.members import RelayCredentials
 from swarm_protocol.tunnel.relaying import Relay, RelayLimits
@@ -37,7 +35,6 @@ class Three:
     dhts: dict[str, Dht]
     streams: dict[str, DaemonStreams]
     origins: dict[tuple[str, int], str]
-    service: asyncio.Server
 
     @property
     def circuit(self) -> Circuit:
@@ -54,7 +51,7 @@ async def answer_digest(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 @asynccontextmanager
-async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> AsyncIterator[Three]:  # noqa: B008
+async def three(service=answer_digest) -> AsyncIterator[Three]:
     async with AsyncExitStack() as stack:
         dhts, peers = {}, []
         for name in ("relay", "server", "client"):
@@ -63,7 +60,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
             stack.push_async_callback(dhts[name].shutdown)
             peers = peers or [(await dhts[name].addresses())[0]]
         streams = {name: DaemonStreams(lambda dht=dht: dht.p2p) for name, dht in dhts.items()}
-        relay = Relay(streams["relay"], limits)
+        relay = Relay(streams["relay"], RelayLimits())
         await relay.start()
         listening = await asyncio.start_server(service, "127.0.0.1", 0)
         stack.callback(listening.close)
@@ -71,7 +68,7 @@ async def three(limits: RelayLimits = RelayLimits(), service=answer_digest) -> A
         port = listening.sockets[0].getsockname()[1]
         acceptor = Acceptor(streams["server"], "127.0.0.1", port, {dhts["relay"].peer_id: ""}.get, origins)
         await acceptor.start()
-        yield Three(relay, peers[0], dhts, streams, origins, listening)
+        yield Three(relay, peers[0], dhts, streams, origins)
 
 
 def run(check: Callable[[], Awaitable[None]]) -> None:
@@ -124,30 +121,5 @@ def test_who_does_not_read_is_not_sent_more():
             await until(lambda: sent > seen)
             stream.abort()
             await until(lambda: not net.origins)
-
-    run(check)
-
-
-def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
-    async def check() -> None:
-        async with three() as net:
-            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            stream = await open_tunnel(net.streams["relay"], net.circuit, NOBODY)
-            assert await read_run(stream.reader) == b"hello"
-            stream.close()
-
-    run(check)
-
-
-def test_others_dial_back_only_where_one_comes_from():
-    async def check() -> None:
-        async with three() as net:
-            await serve_dial_back(net.streams["relay"])
-            open_port = net.service.sockets[0].getsockname()[1]
-            asked = [f"127.0.0.1:{open_port}", "127.0.0.1:1", f"192.0.2.1:{open_port}"]
-            answer = await ask_dial_back(net.streams["server"], net.relay_address, asked)
-            assert (list(answer.reached), answer.host) == ([asked[0]], "127.0.0.1")
-            silent = net.relay_address.replace(net.dhts["relay"].peer_id, net.dhts["client"].peer_id)
-            assert await ask_dial_back(net.streams["server"], silent, asked) is None
 
     run(check)
