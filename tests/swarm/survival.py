@@ -29,7 +29,6 @@ from swarm_protocol.errors import SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import FIRST_STEP
-from tests.marks import SLOW
 from tests.swarm.pair import NEW_TOKENS, ends_only_at_its_length
 from tests.swarm.raw_client import RawClient
 from tests.swarm.waiting import DEADLINE_S, wait_for
@@ -38,13 +37,6 @@ from tests.zoo import BLOCKS, save_checkpoint
 SPANS = ("0:2", "2:4", "4:6")
 ROOM = 2048  # tokens of each server
 Action = Callable[[], object]  # or a coroutine function, but not before a step
-
-
-def each_hop(*often: int) -> pytest.MarkDecorator:
-    """Once for each hop of the chain; the tests with others than these are slow ones."""
-    names = enumerate(["first", "middle", "last"])
-    hops = [pytest.param(hop, id=name, marks=() if hop in often else SLOW) for hop, name in names]
-    return pytest.mark.parametrize("hop", hops)
 
 
 class Fleet:

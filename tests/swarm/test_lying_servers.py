@@ -19,7 +19,7 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_server.engine.engine import Engine
 from swarm_server.training.stateless import StatelessPasses
-from tests.marks import SLOW, always
+from tests.marks import SLOW
 from tests.swarm.pair import NEW_TOKENS, Pair, connected, random_ids, started
 from tests.swarm.waiting import wait_for
 from tests.unit.support import TIMEOUT_S
@@ -34,8 +34,6 @@ Lie = Callable[[torch.Tensor], torch.Tensor]
 LIES: dict[str, Lie] = {
     "scaled": lambda output: 1.01 * output,
     "zeros": torch.zeros_like,
-    "other-weights": lambda output: output + 0.3 * output.flip(-1),
-    "less": lambda output: 0.97 * output,
 }
 
 
@@ -118,8 +116,7 @@ def finish_checks(session: RemoteSession) -> None:
 
 
 @pytest.mark.promise("a server that lies is found, and its answers are taken back")
-@pytest.mark.parametrize("hop", [0, pytest.param(1, marks=SLOW)])
-@pytest.mark.parametrize("lie", always("scaled", among=LIES))
+@pytest.mark.parametrize(("lie", "hop"), [("scaled", 0), pytest.param("zeros", 1, marks=SLOW)])
 def test_the_first_answers_of_a_liar_are_taken_back(pair, monkeypatch, lie, hop):
     """Its first answers are checked before they are used, so that the tokens are those of the model."""
     liar = Liar(monkeypatch, SPANS[hop], LIES[lie])

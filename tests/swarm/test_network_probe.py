@@ -7,14 +7,19 @@ from functools import partial
 
 import pytest
 
+from swarm_client import ClientConfig
 from swarm_client.core import background
-from swarm_protocol.dht.records import SwarmView
+from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.dht.records import ServerRecord, SwarmView
+from swarm_protocol.errors import BadReply
 from swarm_protocol.net.tls import ClientCredentials, pinned_channel
+from swarm_protocol.tunnel.dialing import Dialer
 from swarm_server.net.network_probe import NetworkProbe
 from swarm_server.net.push import ChannelPool
 from swarm_server.node import server
 from tests.quick_keys import new_identity
 from tests.swarm.harness import InProcessServers
+from tests.swarm.raw_client import own_credentials
 from tests.swarm.waiting import wait_for
 from tests.zoo import save_checkpoint
 
@@ -53,3 +58,17 @@ def test_the_dead_are_noticed_until_they_are_heard_of(servers) -> None:
     assert living(back) == {left.peer_id, right.peer_id}
     assert "ghost" in living(replace(back, expires_at=1020.0))
     background.run(channels.close())
+
+
+def test_a_server_describes_itself_and_nobody_else(servers) -> None:
+    async def described(record: ServerRecord) -> ServerRecord:
+        server = await ServerConnection.connect(record, ClientConfig(), Dialer(own_credentials()))
+        try:
+            return await server.describe()
+        finally:
+            await server.close()
+
+    record, _ = servers.records()
+    assert background.run(described(record)).addresses == record.addresses
+    with pytest.raises(BadReply, match=f"nobody described itself wrongly: it says that it is {record.short_id}"):
+        background.run(described(replace(record, peer_id="nobody")))

@@ -6,17 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from swarm_client.core.events import Event, Move
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.span import Span
 from swarm_server.machine.memory import hosted_bytes
 from swarm_server.node import moving, server
-from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected, random_ids
+from tests.swarm.harness import InProcessServers, Watcher
+from tests.swarm.pair import connected, ends_only_at_its_length, random_ids
 from tests.swarm.waiting import wait_for
-from tests.zoo import BLOCKS, save_checkpoint
+from tests.zoo import save_checkpoint
 
 ANYWHERE = "0:1"  # overridden
+LEFT, RIGHT = Span(0, 3), Span(3, 6)
+PROMPT = random_ids(1, 8, seed=0)
 
 
 @pytest.fixture
@@ -30,23 +34,13 @@ def servers(tmp_path) -> Iterator[InProcessServers]:
 def test_memory_decides_how_many_blocks_and_how_much_room(servers):
     block_bytes = max(hosted_bytes(ModelCheckpoint.open(servers.model), "none"))
     memory_bytes = 4 * block_bytes
+    with pytest.raises(ValueError, match=r"not enough memory in 0 MiB for one block, which takes \d\.\d MiB"):
+        servers.start(ANYWHERE, blocks=None, memory_bytes=1000)
     servers.start(ANYWHERE, blocks=None, memory_bytes=memory_bytes, cache_tokens=None)
     (record,) = servers.describe()
     assert len(record.span) == 3  # a fifth is for keys and values
     token_bytes = 3 * 256 + 256  # of three blocks, and the output
     assert record.cache_tokens_left == (memory_bytes - 3 * block_bytes) // token_bytes
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"num_blocks": BLOCKS + 1}, f"{BLOCKS + 1} blocks are more than the model's {BLOCKS}"),
-        ({"memory_bytes": 1000}, r"not enough memory in 0 MiB for one block, which takes \d\.\d MiB"),
-    ],
-)
-def test_what_cannot_be_is_said(servers, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        servers.start(ANYWHERE, blocks=None, **options)
 
 
 @pytest.mark.promise("servers that start at the same time agree who takes which blocks")
@@ -57,18 +51,50 @@ def test_servers_that_start_at_once_cover_the_model(servers):
     assert spans.count(Span(4, 6)) == 1  # which is best for both
 
 
-@pytest.mark.promise("when all servers of some blocks are gone, others take them over, and then stay")
-def test_a_gap_closes(servers, monkeypatch):
-    """One of two that hold the left half comes over to the right one; the other stays."""
+@pytest.fixture
+def quick_to_move(monkeypatch) -> None:
+    """Servers look often whether they are needed elsewhere."""
     monkeypatch.setattr(server, "CHECK_S", (0.1, 0.3))
     monkeypatch.setattr(moving, "CONFIRM_S", 0.1)
-    left, right, all_blocks = Span(0, 3), Span(3, 6), [Span(0, 3), Span(3, 6)]
-    servers.start(*[ANYWHERE] * 2, blocks=None, initial_blocks=left)
-    (leaving,) = servers.start(str(right))
-    prompt = random_ids(1, 8, seed=0)
+
+
+@pytest.mark.usefixtures("quick_to_move")
+@pytest.mark.promise("when all servers of some blocks are gone, others take them over, and then stay")
+def test_a_gap_closes(servers):
+    """One of two that hold the left half comes over to the right one; the other stays."""
+    servers.start(*[ANYWHERE] * 2, blocks=None, initial_blocks=LEFT)
+    (leaving,) = servers.start(str(RIGHT))
     with connected(servers) as remote:
-        before = remote.generate(prompt, max_new_tokens=4, do_sample=False)
+        before = remote.generate(PROMPT, max_new_tokens=4, do_sample=False)
         servers.stop(leaving)
-        wait_for(lambda: [record.span for record in servers.records()] == all_blocks, "the gap is closed")
-        after = remote.generate(prompt, max_new_tokens=4, do_sample=False)
+        wait_for(lambda: [record.span for record in servers.records()] == [LEFT, RIGHT], "the gap is closed")
+        after = remote.generate(PROMPT, max_new_tokens=4, do_sample=False)
     assert torch.equal(before, after)
+
+
+@pytest.mark.usefixtures("quick_to_move")
+def test_a_session_goes_on_when_its_server_moves(servers):
+    """A second server comes to the left half: the first is needed more in the right one, and hands its session over."""
+    servers.start(ANYWHERE, blocks=None, initial_blocks=LEFT)
+    servers.start(str(RIGHT))
+    (first, _) = servers.records()
+    events: list[Event] = []
+
+    def another_comes() -> None:
+        servers.start(str(LEFT))
+        wait_for(lambda: events, "the session has moved")
+
+    options = {"max_new_tokens": 12, "do_sample": False}
+    whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32))
+    with connected(servers, on_event=events.append) as remote:
+        found = remote.generate(PROMPT, streamer=Watcher(3, another_comes), **options)
+    assert torch.equal(found, whole.generate(PROMPT, **options))
+    (moved,) = events
+    assert isinstance(moved, Move) and (moved.server, moved.span) == (first.peer_id, LEFT)
+    assert moved.copied_tokens >= PROMPT.shape[1]
+
+    def has_other_blocks() -> bool:
+        spans = {record.peer_id: record.span for record in servers.records()}
+        return spans.get(first.peer_id, LEFT) != LEFT
+
+    wait_for(has_other_blocks, "the server is back with other blocks")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections import Counter
-from collections.abc import Iterator
 
 import grpc
 import pytest
 import torch
 
-from swarm_client.transport import transport
 from swarm_client.transport.hops import HopOutput, HopSession
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
@@ -19,11 +15,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.session_keys import push_key_of
-from swarm_server.engine.engine import Engine
-from swarm_server.engine.session_state import HistoryChange, Reorder
-from swarm_server.net.push import ChannelPool, Pusher
-from swarm_server.sessions.host import SessionManager
-from tests.swarm.pair import NEW_TOKENS, Pair, random_ids, started
+from swarm_server.net.push import ChannelPool
+from tests.swarm.pair import NEW_TOKENS, random_ids
 from tests.swarm.target import (
     CLOSE,
     INVALID,
@@ -34,8 +27,6 @@ from tests.swarm.target import (
     header,
     wire,
 )
-from tests.swarm.waiting import wait_for
-from tests.swarm.wires import Wires, wires_between_servers
 from tests.zoo import HIDDEN
 
 SPANS = ("0:2", "2:5", "5:6")
@@ -99,21 +90,6 @@ def test_outputs_do_not_pass_through_the_client(pair, sent, answers, way):
         assert sizes == [1] * NEW_TOKENS and len(answers) == sent[0]
 
 
-def test_the_next_hop_may_hear_of_the_session_later_than_the_first(pair, sent, monkeypatch):
-    """The client may be farther from it than the first hop is."""
-    whole, _ = pair.both(PROMPT, do_sample=False)
-    sent.clear()
-    open_hop = transport.ServerConnection.open
-
-    async def far_away(server, number, *args):
-        await asyncio.sleep(0.3 * number)
-        return await open_hop(server, number, *args)
-
-    monkeypatch.setattr(transport.ServerConnection, "open", far_away)
-    assert torch.equal(pair.remote.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False), whole)
-    assert sent.keys() == {0}
-
-
 # ------------------------------------------------------------ through the client
 
 
@@ -145,74 +121,6 @@ def test_servers_that_cannot_reach_each_other(pair, sent, monkeypatch, way, wall
 
 
 # ------------------------------------------------------------ streams that break
-
-
-class Streams:
-    """The streams between servers since the last ``clear``."""
-
-    def __init__(self, wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._wires = wires
-        self._senders: list[Pusher] = []
-        self._receivers: list[asyncio.Task] = []
-        init, find = Pusher.__init__, SessionManager.find_pushed
-
-        def created(pusher: Pusher, *args) -> None:
-            init(pusher, *args)
-            self._senders.append(pusher)
-
-        def found(host: SessionManager, push_key: bytes):
-            self._receivers.append(asyncio.current_task())
-            return find(host, push_key)
-
-        monkeypatch.setattr(Pusher, "__init__", created)
-        monkeypatch.setattr(SessionManager, "find_pushed", found)
-
-    def clear(self) -> None:
-        self._senders.clear()
-        self._receivers.clear()
-
-    def cut(self) -> None:
-        """Returns once both sides know."""
-        assert len(self._senders) == len(self._receivers) == HOPS - 1
-        self._wires.cut()
-        wait_for(lambda: all(sender._broken for sender in self._senders), "the senders have noticed")
-        wait_for(lambda: all(task.done() for task in self._receivers), "the receivers have noticed")
-
-
-@pytest.fixture
-def wired(tmp_path) -> Iterator[tuple[Pair, Wires]]:
-    with wires_between_servers() as wires, started(tmp_path, *SPANS) as pair:
-        yield pair, wires
-        pair.servers.wait_until_all_room_is_free()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_streams_that_break_while_a_step_is_computed(wired, sent, monkeypatch, way):
-    """The step comes again by the client, and is not made twice."""
-    pair, wires = wired
-    ids, options = WAYS[way]
-    streams = Streams(wires, monkeypatch)
-    run, calls, cuts = Engine.run, itertools.count(1), []
-
-    def breaking(engine: Engine, batch):
-        if engine.layout.hosted == LAST and next(calls) >= 4 and not cuts:
-            ((_, step),) = batch
-            if way != "beams" or any(map(_matters_twice, step.changes)):
-                cuts.append(step)
-                streams.cut()
-        return run(engine, batch)
-
-    monkeypatch.setattr(Engine, "run", breaking)
-    whole, remote = pair.both(ids, **options)
-    assert len(cuts) == 1
-    assert torch.equal(remote, whole)
-    assert sent.keys() == {0, 1, 2}
-
-
-def _matters_twice(change: HistoryChange) -> bool:
-    """Whether it makes a difference to make the change again."""
-    indices = change.indices if isinstance(change, Reorder) else ()
-    return tuple(indices[i] for i in indices) != tuple(indices)
 
 
 # ------------------------------------------------------------ what a server takes

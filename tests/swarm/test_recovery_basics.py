@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TextIteratorStre
 from swarm_client import DistributedModel, NoRoute, RecoveryFailed
 from swarm_protocol.span import Span
 from tests.swarm.harness import InProcessServers, Numbers, Watcher
-from tests.swarm.waiting import wait_for
 from tests.zoo import VOCAB
 
 PROMPT = torch.randint(3, VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
@@ -61,17 +59,6 @@ def test_blocks_that_nobody_serves_are_named(servers, connect):
     assert caught.value.missing == (Span(2, 3), Span(5, 6))
     with pytest.raises(NoRoute, match="no server holds blocks 2:3"):
         model.blocks[0:5](torch.zeros(1, 3, model.config.hidden_size))
-
-
-def test_a_client_waits_for_a_server_to_come(servers, connect, expected, caplog):
-    servers.start("0:4")
-    model = connect(wait_timeout_s=100)
-    with ThreadPoolExecutor() as thread, caplog.at_level(logging.WARNING, "swarm_client"):
-        generation = thread.submit(generate, model)
-        said = "no server holds blocks 4:6; waiting for up to "  # 100 s, or what is left of them on a busy machine
-        wait_for(lambda: said in caplog.text, "the client says it waits")
-        servers.start("4:6")
-        assert torch.equal(generation.result(), expected)
 
 
 # ------------------------------------------------------------ gone
