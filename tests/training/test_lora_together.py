@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from transformers import PreTrainedModel
 
 from swarm_training import TrainingRun
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected
+from tests.swarm.pair import connected, hosted
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, trained, whole_model
-from tests.zoo import save_checkpoint
 
 STEPS = 3
 LR = 0.05
@@ -27,10 +25,7 @@ Batch = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessServers]:
-    directory: Path = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
+    with hosted(tmp_path_factory.mktemp("llama"), "0:2", "2:6") as servers:
         yield servers
 
 

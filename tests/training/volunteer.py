@@ -19,13 +19,11 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.meeting.attending import MeetingClient
-from swarm_training.run.state import TrainedState
 
 RUN = "toy"
 MOMENTS = {
     "meeting": (MeetingClient, "attend"),
     "reducing": (AveragingRound, "serve_reduce"),
-    "stepping": (TrainedState, "apply"),
 }
 
 

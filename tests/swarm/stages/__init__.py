@@ -1,1 +1,1 @@
-"""Training in stages by real processes, which are killed, stopped and cut off."""
+"""Training in stages by real processes, which are killed and stopped."""

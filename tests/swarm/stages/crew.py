@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.swarm.network import ME, Network
 from tests.swarm.processes import ForkedProcess, preload
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
@@ -92,28 +91,26 @@ class Crew:
     peers: that are not known to have ended, in the order of their start.
     """
 
-    def __init__(self, run_file: Path, directory: Path, network: Network | None) -> None:
+    def __init__(self, run_file: Path, directory: Path) -> None:
         self.run_file = run_file
         self.peers: list[StageProcess] = []
         self._directory = directory
-        self._network = network
         self._started: list[Process] = []
 
-    def start(self, *stages: int, host: str = ME, lie: str = "") -> list[StageProcess]:
+    def start(self, *stages: int, lie: str = "") -> list[StageProcess]:
         """A peer of each; returns at once. ``lie``: one of ``LIES``, which these peers tell."""
-        address = self._network.addresses[host] if self._network else "127.0.0.1"
         is_empty = {stage: not any(peer.stage == stage for peer in self.peers) for stage in stages}
         found = []
         for stage in stages:
             how = {**({"look_s": _LOOK_S} if is_empty[stage] else {}), **({"lie": lie} if lie else {})}
-            process = self._fork("serve", "--stage", str(stage), "--host", address, host=host, **how)
+            process = self._fork("serve", "--stage", str(stage), "--host", "127.0.0.1", **how)
             found.append(StageProcess(process.process, process.log, stage))
         self.peers += found
         return found
 
-    def join(self, *stages: int, host: str = ME, lie: str = "") -> list[StageProcess]:
+    def join(self, *stages: int, lie: str = "") -> list[StageProcess]:
         """A peer of each; returns when all have joined."""
-        started = self.start(*stages, host=host, lie=lie)
+        started = self.start(*stages, lie=lie)
         for peer in started:
             wait_for(lambda peer=peer: peer.address or not peer.is_alive, f"a peer joins stage {peer.stage}")
             assert peer.address, peer.stderr
@@ -146,16 +143,12 @@ class Crew:
         """By which others join now."""
         return [peer.address for peer in self.peers if peer.address and peer.is_alive][-2:]
 
-    def _fork(self, command: str, *arguments: str, host: str = ME, **how: object) -> Process:
+    def _fork(self, command: str, *arguments: str, **how: object) -> Process:
         log = self._directory / f"{command}-{len(self._started) + 1}.stdout"
         joining = ["--initial-peers", *self.addresses] if self.addresses else []
         task = [json.dumps(how), command, str(self.run_file), *arguments, *joining]
         environment = {**os.environ, "XDG_CACHE_HOME": str(self._directory / "cache")}
-
-        def start() -> ForkedProcess:
-            return ForkedProcess("tests.swarm.stages.member", task, log.with_suffix(".stderr"), environment, log)
-
-        process = start() if host == ME else self._network.run(host, start)
+        process = ForkedProcess("tests.swarm.stages.member", task, log.with_suffix(".stderr"), environment, log)
         self._started.append(Process(process, log))
         return self._started[-1]
 
@@ -168,9 +161,9 @@ class Crew:
 
 
 @contextmanager
-def crew(run_file: Path, directory: Path, network: Network | None = None) -> Iterator[Crew]:
+def crew(run_file: Path, directory: Path) -> Iterator[Crew]:
     """Nobody is there yet. Whoever still runs at the end is killed."""
-    peers = Crew(run_file, directory, network)
+    peers = Crew(run_file, directory)
     try:
         yield peers
     finally:

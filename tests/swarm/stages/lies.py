@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-LIES = {"signs": (-1.0, -1.0), "scale": (1.5, 1.5), "weights": (-1.0, 1.0)}  # factors of weights' and inputs' gradients
+LIES = {"scale": (1.5, 1.5), "weights": (-1.0, 1.0)}  # factors of weights' and inputs' gradients
 HONEST = 2  # backward passes before the first lie
 
 

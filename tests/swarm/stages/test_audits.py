@@ -15,9 +15,7 @@ from tests.swarm.waiting import wait_for
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("lie", "stage"), [("signs", 1), ("scale", 0), pytest.param("weights", 1, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("lie", "stage"), [("scale", 0), pytest.param("weights", 1, marks=pytest.mark.long)])
 def test_a_peer_that_computes_wrongly_is_excluded(tmp_path: Path, lie: str, stage: int) -> None:
     assert lie in LIES
     steps = 8
