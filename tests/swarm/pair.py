@@ -48,19 +48,27 @@ def ends_only_at_its_length(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def started(directory: Path, *spans: str, config: dict[str, Any] | None = None, **options: Any) -> Iterator[Pair]:
-    """A small llama in ``directory``, and servers of these spans.
+def hosted(
+    directory: Path, *spans: str, name: str = "llama", config: dict[str, Any] | None = None, **options: Any
+) -> Iterator[InProcessServers]:
+    """Servers of these spans of a zoo member, which is saved in ``directory``.
 
     Args:
-        config: arguments of the model's config.
+        config: arguments of ``save_checkpoint``.
         options: of the servers' config.
     """
-    save_checkpoint("llama", directory, **(config or {}))
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    save_checkpoint(name, directory, **(config or {}))
     with InProcessServers(directory, memory_dht=True) as servers:
         servers.start(*spans, **options)
-        with connected(servers) as remote:
-            yield Pair(ends_only_at_its_length(whole), remote, servers)
+        yield servers
+
+
+@contextmanager
+def started(directory: Path, *spans: str, **options: Any) -> Iterator[Pair]:
+    """Servers as ``hosted`` starts them, a client of them, and the whole model."""
+    with hosted(directory, *spans, **options) as servers, connected(servers) as remote:
+        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        yield Pair(ends_only_at_its_length(whole), remote, servers)
 
 
 @contextmanager

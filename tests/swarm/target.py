@@ -121,23 +121,26 @@ def assert_one_sentence(text: str, pattern: str) -> None:
 
 # ------------------------------------------------------------ what any request may get wrong
 
-BAD_HIDDEN = {
-    "hidden-size": (header(1, 3, HIDDEN + 1), rf"shape \[1, 3, {HIDDEN + 1}\]: expected \[batch, tokens, {HIDDEN}\]"),
-    "rank-2": (header(3, HIDDEN), rf"shape \[3, {HIDDEN}\]: expected \[batch, tokens, {HIDDEN}\]"),
-    "too-many-rows": (header(5000, 1, HIDDEN), "batch size 5000 is out of range: expected 1 to 4096"),
-    "unknown-dtype": (header(1, 3, HIDDEN, dtype=99), "expected float32, bfloat16 or float16"),
-    "unknown-codec": (header(1, 3, HIDDEN, codec=7), "codec 7 .* is unknown"),
-    "huge": (header(1, 2**62, HIDDEN, size_bytes=2**63), f"is over the limit of {MAX_TENSOR_BYTES} bytes"),
-    "longer-than-the-model": (header(1, POSITIONS + 1, HIDDEN), f"257 positions are more than the model's {POSITIONS}"),
+BAD_INPUTS = {
+    "hidden-size": (
+        {"hidden": header(1, 3, HIDDEN + 1)},
+        rf"shape \[1, 3, {HIDDEN + 1}\]: expected \[batch, tokens, {HIDDEN}\]",
+    ),
+    "rank-2": ({"hidden": header(3, HIDDEN)}, rf"shape \[3, {HIDDEN}\]: expected \[batch, tokens, {HIDDEN}\]"),
+    "too-many-rows": ({"hidden": header(5000, 1, HIDDEN)}, "batch size 5000 is out of range: expected 1 to 4096"),
+    "unknown-dtype": ({"hidden": header(1, 3, HIDDEN, dtype=99)}, "expected float32, bfloat16 or float16"),
+    "unknown-codec": ({"hidden": header(1, 3, HIDDEN, codec=7)}, "codec 7 .* is unknown"),
+    "huge": ({"hidden": header(1, 2**62, HIDDEN, size_bytes=2**63)}, f"is over the limit of {MAX_TENSOR_BYTES} bytes"),
+    "longer-than-the-model": (
+        {"hidden": header(1, POSITIONS + 1, HIDDEN)},
+        f"257 positions are more than the model's {POSITIONS}",
+    ),
     "more-than-announced": (
-        pb.Tensor(dtype=pb.FLOAT32, shape=(1, 1, HIDDEN), size_bytes=256, data=bytes(257)),
+        {"hidden": pb.Tensor(dtype=pb.FLOAT32, shape=(1, 1, HIDDEN), size_bytes=256, data=bytes(257))},
         "more than the announced 256 bytes",
     ),
-    "nan": (wire(filled(float("nan"))), "hidden states sent are not finite"),
-    "infinity": (wire(filled(float("inf"))), "hidden states sent are not finite"),
-}
-
-BAD_CONTEXT = {
+    "nan": ({"hidden": wire(filled(float("nan")))}, "hidden states sent are not finite"),
+    "infinity": ({"hidden": wire(filled(float("inf")))}, "hidden states sent are not finite"),
     "mask-too-big": ({"attention_mask": pb.AttentionMask(values=b"\1" * 2)}, "2 bytes, .* 6 positions need 1"),
     "too-few-positions": ({"position_ids": positions(0, 5)}, r"shape \[1, 5\]: expected int32 \[1, 6\]"),
     "fractional-positions": ({"position_ids": wire(torch.zeros(1, 6))}, "expected int32"),

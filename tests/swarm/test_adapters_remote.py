@@ -14,10 +14,9 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter, LowRank, Prompt
 from swarm_protocol.wire.codec import decode
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, parts, random
-from tests.swarm.harness import InProcessServers
 from tests.swarm.target import CLOSE, FULL, INVALID, assert_close, assert_refused, wire
 from tests.swarm.waiting import wait_for
-from tests.zoo import HIDDEN, save_checkpoint
+from tests.zoo import HIDDEN
 
 pytestmark = pytest.mark.promise("adapters that do not fit, or are not there, are refused in one sentence")
 
@@ -117,13 +116,3 @@ def test_streams_that_are_refused(target):
         answer = target.client.put_adapter(*requests)
         assert_refused(answer, INVALID, sentence)
     target.put(target.adapter())
-
-
-def test_a_server_does_not_start_with_what_does_not_fit(tmp_path):
-    save_checkpoint("llama", tmp_path / "model")
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-    with (
-        InProcessServers(tmp_path / "model", memory_dht=True) as servers,
-        pytest.raises(ValueError, match="expected LORA"),
-    ):
-        servers.start("0:6", adapters=(tmp_path,))

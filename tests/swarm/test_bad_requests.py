@@ -8,8 +8,7 @@ import torch
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import WIRE_VERSION
 from tests.swarm.target import (
-    BAD_CONTEXT,
-    BAD_HIDDEN,
+    BAD_INPUTS,
     INVALID,
     MOVED,
     TOKENS,
@@ -23,19 +22,12 @@ from tests.zoo import HIDDEN
 pytestmark = pytest.mark.promise("a request that is wrong is refused in one sentence, and the server goes on")
 
 
-@pytest.mark.parametrize("name", BAD_HIDDEN)
-def test_hidden_states(target, name):
-    hidden, sentence = BAD_HIDDEN[name]
-    answer = target.client.forward(pb.ForwardRequest(forward=target.forward(hidden)))
-    assert_refused(answer, INVALID, sentence)
-
-
 BAD_PACKING = {"packed": True, "attention_mask": pb.AttentionMask()}, "by their positions: expected no attention mask"
 
 
-@pytest.mark.parametrize("name", [*BAD_CONTEXT, "packed"])
-def test_masks_and_positions(target, name):
-    fields, sentence = BAD_CONTEXT.get(name, BAD_PACKING)
+@pytest.mark.parametrize("name", [*BAD_INPUTS, "packed"])
+def test_hidden_states_masks_and_positions(target, name):
+    fields, sentence = BAD_INPUTS.get(name, BAD_PACKING)
     answer = target.client.forward(pb.ForwardRequest(forward=target.forward(**fields)))
     assert_refused(answer, INVALID, sentence)
 
@@ -63,12 +55,6 @@ def test_contracts(target, name):
         client.session(target.open(contract=contract)),
     ):
         assert_refused(answer, status, sentence)
-
-
-def test_more_parts_than_announced(target):
-    announced = pb.ForwardRequest(forward=target.forward(header(1, 1, HIDDEN)))
-    answer = target.client.forward(announced, pb.ForwardRequest(more=bytes(200)), pb.ForwardRequest(more=bytes(57)))
-    assert_refused(answer, INVALID, "more than the announced 256 bytes")
 
 
 def test_messages_out_of_turn(target):

@@ -8,8 +8,7 @@ import torch
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.codec import decode
 from tests.swarm.target import (
-    BAD_CONTEXT,
-    BAD_HIDDEN,
+    BAD_INPUTS,
     CLOSE,
     FULL,
     INVALID,
@@ -112,15 +111,6 @@ def test_step_that_begins_before_the_end_takes_the_place_of_what_was_there(targe
     answer = target.talk(target.open(), *steps, CLOSE)
     assert torch.equal(decode(answer.replies[2].output.hidden), target.expected)
     assert_close(decode(answer.replies[3].output.hidden), target.expected[:, start:])
-
-
-def test_step_longer_than_the_model_in_all(target):
-    """A position past the model's last one is refused even if there were room for it."""
-    for start, num_tokens in ((TOKENS, POSITIONS - TOKENS + 1), (2**63, 1)):
-        too_long = target.step(start, header(1, num_tokens, HIDDEN))
-        answer = target.talk(target.open(), target.step(), too_long, CLOSE)
-        sentence = f"{start + num_tokens} positions are more than the model's {POSITIONS}"
-        assert_step_refused(answer, 2, INVALID, sentence)
 
 
 def test_step_longer_than_a_chunk(target):
@@ -230,16 +220,6 @@ def test_changes_of_an_empty_session(target):
     assert_session_works(target.talk(target.open(), target.step(changes=changes), CLOSE), target, 1)
 
 
-@pytest.mark.parametrize("name", BAD_HIDDEN)
-def test_hidden_states_of_a_step(target, name):
-    """The session is as it was before, and goes on."""
-    hidden, sentence = BAD_HIDDEN[name]
-    sentence = "positions are more than the model's" if name == "huge" else sentence
-    answer = target.talk(target.open(), target.step(hidden=hidden), target.step(), CLOSE)
-    assert_step_refused(answer, 1, INVALID, sentence)
-    assert_session_works(answer, target, 2)
-
-
 def test_parts_of_a_refused_step_are_passed_over(target):
     too_long = target.step(hidden=header(1, POSITIONS + 1, HIDDEN))
     answer = target.talk(target.open(), too_long, MORE, MORE, target.step(), CLOSE)
@@ -247,9 +227,11 @@ def test_parts_of_a_refused_step_are_passed_over(target):
     assert_session_works(answer, target, 2)
 
 
-@pytest.mark.parametrize("name", BAD_CONTEXT)
-def test_masks_and_positions_of_a_step(target, name):
-    fields, sentence = BAD_CONTEXT[name]
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_hidden_states_masks_and_positions_of_a_step(target, name):
+    """The session is as it was before, and goes on."""
+    fields, sentence = BAD_INPUTS[name]
+    sentence = "positions are more than the model's" if name == "huge" else sentence
     answer = target.talk(target.open(), target.step(**fields), target.step(), CLOSE)
     assert_step_refused(answer, 1, INVALID, sentence)
     assert_session_works(answer, target, 2)

@@ -17,17 +17,15 @@ from swarm_client.batching.request import FinishReason, Item, Request, Scored, S
 from swarm_client.batching.rows import BatchedModel
 from swarm_client.core.events import Event, Recovery
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected, ends_only_at_its_length, random_ids
+from tests.swarm.pair import connected, ends_only_at_its_length, hosted, random_ids
 from tests.swarm.tuning import lora, tuned
 from tests.swarm.waiting import DEADLINE_S, wait_for
 from tests.zoo import POSITIONS, SUPPORTED, save_checkpoint
 
 SPANS = ("0:2", "2:6")
 
-DIFFERENT = (  # in how positions and masks of rows reach their blocks, or in what those keep of each row
-    *("gpt2", "bloom", "falcon-7b", "mistral-sliding", "gemma3_text", "llama4_text", "deepseek_v3", "gpt_oss"),
-    *("jamba", "qwen3_next", "lfm2"),
-)
+# In how positions and masks of rows reach their blocks, or in what those keep of each row.
+DIFFERENT = ("gpt2", "bloom", "gemma3_text", "llama4_text", "qwen3_next")
 
 
 @dataclass
@@ -118,26 +116,6 @@ def test_many_at_once_write_what_each_writes_alone(pair, loop, monkeypatch):
     pair.servers.wait_until_all_room_is_free()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.5},
-        {"no_repeat_ngram_size": 2},
-        {"min_p": 0.2, "do_sample": True},
-        {"min_new_tokens": 4, "eos_token_id": list(range(3, 60))},
-        {"typical_p": 0.5, "do_sample": True},
-        {"suppress_tokens": list(range(3, 90))},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_generate_mean_the_same(pair, loop, options):
-    asked = [request(number, **options) for number in range(4)]
-    heard = [Heard() for _ in asked]
-    for one, listener in zip(asked, heard, strict=True):
-        loop.submit(one, listener)
-    assert [listener.ids for listener in heard] == [alone(pair.whole, one) for one in asked]
-
-
 def test_logprobs_are_those_of_the_models_own_logits(pair, loop):
     asked = request(1)
     loop.submit(Request(asked.prompt, asked.config, asked.seed, num_logprobs=3), heard := Heard())
@@ -179,13 +157,6 @@ def test_what_a_processor_raises_ends_its_own_generation(pair, loop):
     assert heard.ids == alone(pair.whole, good)
     with pytest.raises(ValueError, match="the grammar has no rule"):
         assert broken.ids
-    pair.servers.wait_until_all_room_is_free()
-
-
-def test_a_listener_that_fails_loses_its_own_generation(pair, loop):
-    loop.submit(request(0, max_new_tokens=60), Heard(at=2, then=lambda: 1 / 0))
-    loop.submit(request(2), heard := Heard())
-    assert heard.ids == alone(pair.whole, request(2))
     pair.servers.wait_until_all_room_is_free()
 
 
@@ -231,15 +202,16 @@ def test_what_is_no_request_is_refused(loop, prompt, options, message):
 
 
 def test_an_adapter_in_the_blocks_takes_part(tmp_path):
-    save_checkpoint("llama", tmp_path)
     asked = [request(number) for number in range(4)]
     heard = [Heard() for _ in asked]
-    with InProcessServers(tmp_path) as servers:
-        servers.start("0:6")
-        with tuned(servers, lora(init_lora_weights=False)) as both, GenerationLoop(both.remote) as loop:
-            for one, listener in zip(asked, heard, strict=True):
-                loop.submit(one, listener)
-            assert [listener.ids for listener in heard] == [alone(both.local, one) for one in asked]
+    with (
+        hosted(tmp_path, "0:6") as servers,
+        tuned(servers, lora(init_lora_weights=False)) as both,
+        GenerationLoop(both.remote) as loop,
+    ):
+        for one, listener in zip(asked, heard, strict=True):
+            loop.submit(one, listener)
+        assert [listener.ids for listener in heard] == [alone(both.local, one) for one in asked]
 
 
 def test_closing_ends_all(pair):
@@ -264,7 +236,7 @@ def test_every_family_can_be_batched_and_scores_prompts(family, tmp_path):
         logprobs = whole(prompt).logits[:, :-1].log_softmax(-1).gather(2, prompt[:, 1:, None]).flatten().tolist()
     asked = [request(number) for number in range(5)]
     heard = [Heard() for _ in asked]
-    with InProcessServers(tmp_path, cache_tokens=16384) as servers:
+    with InProcessServers(tmp_path, cache_tokens=16384, memory_dht=True) as servers:
         servers.start("0:2", "2:6")
         with connected(servers) as remote, GenerationLoop(remote) as loop:
             for one, listener in zip(asked, heard, strict=True):

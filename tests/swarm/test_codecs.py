@@ -114,14 +114,3 @@ def test_passes_and_their_gradients_are_rounded(pair: Pair, name: str) -> None:
         logits, grad = outcome(remote)
     assert distance(logits, expected) < 0.4 * distance(expected, exact)
     assert distance(grad, expected_grad) < 0.4 * distance(expected_grad, exact_grad)
-
-
-@pytest.mark.parametrize("name", ["auto", "raw"])
-def test_on_one_machine_auto_is_as_exact_as_raw(pair: Pair, counters: list[Counters], name: str) -> None:
-    before = pushed_bytes(counters)
-    with connected(pair.servers, compression=name) as remote, torch.no_grad():
-        logits = remote(IDS, past_key_values=remote.new_cache()).logits
-        by_passes = remote(IDS, use_cache=False).logits
-    torch.testing.assert_close(logits, rounded_logits(pair, "raw", "raw", "raw"), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(by_passes, rounded_logits(pair, "raw", "raw", "raw"), rtol=1e-4, atol=1e-4)
-    assert pushed_bytes(counters) - before == IDS.shape[1] * 64 * 4

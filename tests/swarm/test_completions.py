@@ -72,18 +72,6 @@ def test_beams_begin_as_one_row(pair, computed):
     assert [rows for rows, num_tokens in computed if num_tokens > 1] == [1]
 
 
-def test_servers_that_vanish_between_prompt_and_completions_are_replaced(pair):
-    cache = pair.remote.new_cache()
-    ids = PROMPT.expand(ROWS, -1)
-    options = {"do_sample": False, "max_new_tokens": 1, "attention_mask": torch.ones_like(ids)}
-    begun = pair.remote.generate(ids, past_key_values=cache, **options)
-    cache.session.close()  # the next step replays rows that no server has ever had
-    more = torch.cat([begun, random_ids(ROWS, 1, seed=2)], 1)
-    with torch.no_grad():
-        found = pair.remote(more[:, -2:], past_key_values=cache).logits[:, -1]
-        torch.testing.assert_close(found, pair.whole(more).logits[:, -1], atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("place", [3, 5])  # between the blocks, and after the last one
 def test_a_hook_on_a_block_sees_all_rows_until_the_last_text_ends(pair, place):
     stops, seen = ends(pair), []

@@ -10,18 +10,14 @@ import torch
 
 from swarm_client.model.left_out import notes_on_training
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected, random_ids
-from tests.zoo import save_checkpoint
+from tests.swarm.pair import connected, hosted, random_ids
 
 IDS = random_ids(2, 9, seed=1)
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("gpt2")
-    save_checkpoint("gpt2", directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:6")
+    with hosted(tmp_path_factory.mktemp("gpt2"), "0:6", name="gpt2") as servers:
         yield servers
 
 

@@ -6,20 +6,18 @@ All go the whole path once; what each feature of the client does is tried with f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarm_client import RequestRejected
 from swarm_client.drafts.opening import why_not
 from swarm_client.sessions.session import RemoteSession
 from tests.drafts import Always, KnowingDraft
-from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected
+from tests.swarm.pair import Pair, started
 from tests.swarm.tuning import assert_close
-from tests.zoo import PAD, SUPPORTED, save_checkpoint
+from tests.zoo import PAD, SUPPORTED
 
 IN_PROMISE = ("llama", "gemma3_text", "jamba")  # all positions, windows, recurrent states
 KINDS = (*IN_PROMISE, "mixtral", "qwen3_next", "minimax")
@@ -28,32 +26,20 @@ ROUNDING = 1e-4  # relative; linear attention inverts a matrix, and processors s
 FORGETS_BEAMS = ("MiniMaxForCausalLM",)  # with a cache: transformers does not reorder the states of linear attention
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The whole model in this process, and the same model through servers."""
-
-    whole: PreTrainedModel
-    remote: PreTrainedModel
-
-    def assert_same_tokens(self, ids: torch.Tensor, mask: torch.Tensor, **options) -> None:
-        options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False, **options}
-        forgets_beams = "num_beams" in options and type(self.whole).__name__ in FORGETS_BEAMS
-        whole = self.whole.generate(ids, use_cache=not forgets_beams, **options)
-        assert torch.equal(self.remote.generate(ids, use_cache=True, **options), whole)
+def assert_same_tokens(pair: Pair, ids: torch.Tensor, mask: torch.Tensor, **options) -> None:
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, **options}
+    forgets_beams = "num_beams" in options and type(pair.whole).__name__ in FORGETS_BEAMS
+    whole = pair.whole.generate(ids, use_cache=not forgets_beams, **options)
+    assert torch.equal(pair.remote.generate(ids, use_cache=True, **options), whole)
 
 
 @pytest.fixture(scope="module")
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory)
-    with InProcessServers(directory, cache_tokens=16384, memory_dht=True) as servers:
-        servers.start(*SPANS)
-        whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        with connected(servers) as remote:
-            for model in (whole, remote):
-                model.generation_config.eos_token_id = None
-                model.generation_config.pad_token_id = PAD
-            yield Pair(whole, remote)
+    with started(directory, *SPANS, name=request.param, cache_tokens=16384) as pair:
+        for model in (pair.whole, pair.remote):
+            model.generation_config.pad_token_id = PAD
+        yield pair
 
 
 @pytest.mark.parametrize(
@@ -69,17 +55,21 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
 def test_the_whole_path(pair, padded):
     """Hidden states after every block, logits, beams, whose rows change places, and gradients."""
     ids, mask = padded
+    assert_same_outputs(pair, ids, mask, use_cache=True)
+    assert_same_tokens(pair, ids, mask, num_beams=3)
+    assert_same_gradients(pair, ids, mask)
+    assert bool(why_not(pair.remote)) == forgets_nothing(pair.whole)
+
+
+def assert_same_outputs(pair: Pair, ids: torch.Tensor, mask: torch.Tensor, use_cache: bool) -> None:
     with torch.no_grad():
         whole, remote = (
-            model(ids, attention_mask=mask, use_cache=True, output_hidden_states=True)
+            model(ids, attention_mask=mask, use_cache=use_cache, output_hidden_states=True)
             for model in (pair.whole, pair.remote)
         )
     for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
         assert_close(found[mask.bool()], expected[mask.bool()], ROUNDING)
     assert_close(remote.logits[mask.bool()], whole.logits[mask.bool()], ROUNDING)
-    pair.assert_same_tokens(ids, mask, num_beams=3)
-    assert_same_gradients(pair, ids, mask)
-    assert bool(why_not(pair.remote)) == forgets_nothing(pair.whole)
 
 
 def forgets_nothing(model: PreTrainedModel) -> bool:
@@ -102,21 +92,13 @@ of_kinds = pytest.mark.parametrize("pair", KINDS, indirect=True)
 
 @of_kinds
 def test_logits_and_hidden_states_without_a_cache(pair, padded):
-    ids, mask = padded
-    with torch.no_grad():
-        whole, remote = (
-            model(ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
-            for model in (pair.whole, pair.remote)
-        )
-    for found, expected in zip(remote.hidden_states, whole.hidden_states, strict=True):
-        assert_close(found[mask.bool()], expected[mask.bool()], ROUNDING)
-    assert_close(remote.logits[mask.bool()], whole.logits[mask.bool()], ROUNDING)
+    assert_same_outputs(pair, *padded, use_cache=False)
 
 
 @of_kinds
 def test_prompt_lookup(pair, padded):
     """Guesses are taken back: sliding windows must bring back what they had dropped."""
-    repetitive, lookup = padded[0][1:, :6].repeat(1, 3), {"prompt_lookup_num_tokens": 3}
+    repetitive, lookup = padded[0][1:, :6].repeat(1, 3), {"prompt_lookup_num_tokens": 3, "max_new_tokens": 10}
     if pair.whole._is_stateful:
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             pair.remote.generate(repetitive, **lookup)
@@ -126,7 +108,7 @@ def test_prompt_lookup(pair, padded):
         with pytest.raises(RequestRejected, match="cropped"):
             pair.remote.generate(repetitive, **lookup)
     else:
-        pair.assert_same_tokens(repetitive, torch.ones_like(repetitive), **lookup)
+        assert_same_tokens(pair, repetitive, torch.ones_like(repetitive), **lookup)
 
 
 @of_kinds

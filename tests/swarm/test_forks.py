@@ -63,19 +63,6 @@ def test_a_shared_prompt_is_continued_in_several_ways(pair, make, monkeypatch):
         assert sum(computed) <= 2 * 3 * 7 + 2 * PAGE_TOKENS  # servers have the prompt
 
 
-def test_original_and_copies_go_on_independently(pair):
-    """In mid-text, in turns: each writes what the local model writes after the same tokens."""
-    talks = [continued(random_ids(2, 19, seed=1), 0)]
-    caches = [prefilled(pair.remote, talks[0][:, :-1], DynamicCache())]
-    for turn in range(3):
-        caches.append(copy.deepcopy(caches[turn // 2]))
-        talks.append(talks[turn // 2])
-        for number, (talk, cache) in enumerate(zip(talks, caches, strict=True)):
-            expected = pair.whole.generate(talk, **OPTIONS)
-            assert torch.equal(pair.remote.generate(talk, past_key_values=cache, **OPTIONS), expected)
-            talks[number] = continued(expected, 10 * turn + number)
-
-
 def test_a_copy_with_padding_rows_in_another_order_and_fewer_positions(pair):
     ids = random_ids(3, 20, seed=2)
     mask = torch.ones_like(ids)

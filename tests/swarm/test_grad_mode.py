@@ -73,18 +73,6 @@ def test_a_first_pass_that_could_be_trained_gives_a_cache_to_go_on_with(pair, st
     assert steps == [2] and events == []
 
 
-def test_a_cache_that_was_emptied_is_filled_by_a_first_pass_again(pair):
-    ids = random_ids(1, 9, seed=7)
-    tokens = []
-    for model in (pair.whole, pair.remote):
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(random_ids(1, 5, seed=8), past_key_values=cache)
-        cache.crop(-5)
-        tokens.append(decode_loop(model, ids, cache))
-    assert tokens[1] == tokens[0]
-
-
 @pytest.mark.parametrize("name", CACHES)
 def test_all_parameters_get_their_gradients_beside_an_empty_cache(pair, steps, name):
     make, options = CACHES[name]
@@ -109,28 +97,6 @@ def test_a_backward_pass_through_a_filled_cache_is_refused(pair):
     out = pair.remote(more, attention_mask=mask, past_key_values=past, labels=more)
     with pytest.raises(RequestRejected, match=REFUSED):
         out.loss.backward()
-
-
-@pytest.mark.parametrize("cached", [False, True], ids=["empty", "filled"])
-def test_an_adapter_gets_its_gradients_or_a_refusal(pair, cached):
-    with tuned(pair.servers, lora()) as both:
-        both.train(1, loss_of(**BATCH))
-        for model in both.models:
-            model.zero_grad()
-            cache = DynamicCache()
-            more, mask = BATCH["input_ids"], BATCH["attention_mask"]
-            if cached:
-                with torch.no_grad():
-                    model(more, attention_mask=mask, past_key_values=cache)
-                mask = torch.cat([mask, torch.ones_like(mask)], 1)
-            loss = model(more, attention_mask=mask, past_key_values=cache, labels=more).loss
-            if cached and model is both.remote:
-                with pytest.raises(RequestRejected, match=REFUSED):
-                    loss.backward()
-                return
-            loss.backward()
-        for local, remote in zip(*both.parameters, strict=True):
-            assert_close(remote.grad, local.grad)
 
 
 def test_a_cache_keeps_the_adapter_that_it_was_begun_with(pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -11,15 +10,12 @@ import pytest
 import torch
 
 from swarm_client.transport.transport import ServerConnection
-from swarm_protocol.net.tls import ClientCredentials
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_server.rpc import passes
-from tests.quick_keys import new_identity
 from tests.swarm.adapter_target import HOSTED, OK, Target, adapter_target, random, tensors
 from tests.swarm.raw_client import Answer, RawClient
 from tests.swarm.target import INVALID, assert_refused, wire
 from tests.swarm.tuning import assert_close, lora, loss_of, padded_batch, tuned
-from tests.swarm.waiting import DEADLINE_S
 from tests.zoo import HIDDEN
 
 SPANS = ("0:2", "2:6")
@@ -100,14 +96,6 @@ def test_a_sum_of_other_passes_is_not_handed_over(target, name, numbers):
     assert_refused(answer, FORGOTTEN, "has added other passes")
 
 
-def test_only_the_client_itself_takes_its_sum(target, name):
-    key = new_key()
-    go_back(target, name, 0, pb.Summand(key=key, number=0))
-    with RawClient(target.client.record, ClientCredentials(new_identity())) as other:
-        assert take(target, key, 0, client=other).status is FORGOTTEN
-    assert take(target, key, 0).status is OK
-
-
 def test_without_gradients_of_an_adapter_nothing_is_summed(target):
     for adapter in (None, pb.AdapterName(name="poet")):
         key = new_key()
@@ -140,16 +128,6 @@ def test_a_sum_is_one_over_the_same_tensors(target, name):
     request.contract.blocks.end -= 1
     assert target.client.backward(pb.BackwardRequest(take_sum=request)).status is INVALID
     assert all(map(torch.equal, tensors(take(target, key, 0)), summed(target, name, 0)))
-
-
-def test_where_there_is_no_room_gradients_travel_one_by_one(target, tmp_path):
-    data, key = target.adapter().serialize()[0], new_key()
-    with adapter_target(tmp_path, chunk_tokens=32, adapter_bytes=2 * len(data)) as small:
-        name = small.put(small.adapter())
-        answer = go_back(small, name, 0, pb.Summand(key=key, number=0))
-        assert not answer.replies[0].summed
-        assert all(map(torch.equal, tensors(answer), small.gradients(*PASSES[0], name)))
-        assert take(small, key, 0).status is FORGOTTEN
 
 
 # ------------------------------------------------------------ a client's
@@ -227,41 +205,6 @@ def test_an_adapter_that_did_not_change_is_not_sent_again(servers, traffic):
         for _ in range(2):
             loss_of(**BATCH)(pair.remote).backward()
         assert len(traffic.uploads) == 2 * NUM_SERVERS
-
-
-def test_later_servers_are_given_the_adapter_while_the_first_computes(servers, monkeypatch):
-    forward, put, given = ServerConnection.forward, ServerConnection._put, asyncio.Event()
-
-    async def putting(server: ServerConnection, data: bytes, span) -> None:
-        await put(server, data, span)
-        if span.start:
-            given.set()
-
-    async def waiting(server: ServerConnection, span, *arguments):
-        if not span.start:
-            await asyncio.wait_for(given.wait(), DEADLINE_S)
-        return await forward(server, span, *arguments)
-
-    monkeypatch.setattr(ServerConnection, "_put", putting)
-    monkeypatch.setattr(ServerConnection, "forward", waiting)
-    with tuned(servers, lora()) as pair:
-        pair.train(1, loss_of(**BATCH))
-    assert given.is_set()
-
-
-def test_sums_that_servers_forget_are_computed_again(servers, monkeypatch):
-    take_sum, forgotten = ServerConnection.take_sum, []
-
-    async def forgetting(server: ServerConnection, span, request, adapter):
-        forgotten.append(await take_sum(server, span, request, adapter))  # which is then not there any more
-        return await take_sum(server, span, request, adapter)
-
-    monkeypatch.setattr(ServerConnection, "take_sum", forgetting)
-    with tuned(servers, lora()) as pair:
-        pair.train(1, loss_of(**BATCH))
-        forgotten.clear()
-        assert_same_gradients(pair)
-    assert len(forgotten) == NUM_SERVERS
 
 
 def test_servers_that_know_of_no_sums(servers, monkeypatch):

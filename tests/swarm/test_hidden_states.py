@@ -39,28 +39,6 @@ def test_of_a_forward_pass(pair, use_cache):
     assert_close(remote.logits, whole.logits)
 
 
-@CACHED
-def test_of_the_base_model_by_its_config_and_as_a_tuple(pair, use_cache):
-    states = []
-    for model in (pair.whole, pair.remote):
-        model.config.output_hidden_states = True
-        try:
-            with torch.no_grad():
-                output = model.model(IDS, use_cache=use_cache, return_dict=False)
-        finally:
-            model.config.output_hidden_states = False
-        states.append(output[-1])
-    assert_same_states(states[1], states[0])
-
-
-def test_some_of_them(pair):
-    with torch.no_grad():
-        whole, remote = (model(IDS, output_hidden_states=[2, -2]).hidden_states for model in (pair.whole, pair.remote))
-    assert [state is None for state in remote] == [state is None for state in whole]
-    for found, expected in zip(remote, whole, strict=True):
-        assert found is expected or torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["greedy", "beams", "no-cache"])
 def test_of_a_generation(pair, options):
     options = {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False, **options}
@@ -195,25 +173,6 @@ def test_changes_are_refused_where_servers_keep_a_cache(pair, in_place):
     whole, remote = pair.both(IDS, do_sample=False)
     assert torch.equal(remote, whole)
     pair.servers.wait_until_all_room_is_free()
-
-
-def test_blocks_that_hooks_leave_alone_are_computed_together(pair, monkeypatch):
-    from swarm_client.model.remote_blocks import RemoteSpan
-
-    spans, call = [], RemoteSpan.__call__
-
-    def counted(blocks: RemoteSpan, *args, **options) -> torch.Tensor:
-        spans.append(str(blocks.span))
-        return call(blocks, *args, **options)
-
-    monkeypatch.setattr(RemoteSpan, "__call__", counted)
-    hooks = steered(pair.remote, in_place=False)
-    with torch.no_grad():
-        pair.remote(IDS, use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        pair.remote(IDS, use_cache=False)
-    assert spans == ["0:2", "2:4", "4:6", "0:6"]
 
 
 # ------------------------------------------------------------ what blocks do not have here

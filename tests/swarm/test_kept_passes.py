@@ -70,19 +70,6 @@ def test_the_length_of_keys(target, length):
     assert_refused(answer, INVALID, f"has {length} bytes: expected 16 to 64")
 
 
-@pytest.mark.parametrize(
-    ("grad", "sentence"),
-    [(GRAD[:, :5], r"shape \[5, 5, 64\]: expected .* \[5, 6, 64\]"), (GRAD / 0, "gradients sent are not finite")],
-    ids=["shape", "infinite"],
-)
-def test_a_bad_gradient_is_refused(target, grad, sentence):
-    key = new_key()
-    target.kept_output(key, HIDDEN_STATES)
-    answer = target.go_back(key, grad)
-    assert_refused(answer, INVALID, sentence)
-    assert target.gradients(HIDDEN_STATES, GRAD)  # the server goes on
-
-
 # ------------------------------------------------------------ a client's
 
 

@@ -20,7 +20,6 @@ from swarm_protocol.errors import PeerBusy, RequestRejected
 from swarm_protocol.wire.block_input import BlockInput
 from tests.swarm.dividing import always_divided
 from tests.swarm.pair import Pair, connected, random_ids, started
-from tests.swarm.waiting import wait_for
 from tests.zoo import PAD
 
 SPANS = ("0:2", "2:5", "5:6")
@@ -297,29 +296,3 @@ def test_a_batch_waits_for_room_for_all_of_it(tmp_path) -> None:
         leaves.join()
         torch.testing.assert_close(found, pair.whole(PROMPT).logits, rtol=1e-4, atol=1e-4)
         assert lanes_of(cache.session) == [ROWS]
-
-
-@pytest.mark.parametrize("way", ["reset", "select"])
-def test_rows_that_are_one_lane_again_wait_for_room(tmp_path, way) -> None:
-    with started(tmp_path, "0:6", cache_tokens=192) as pair, torch.no_grad():
-        other = pair.remote.new_cache(90)
-        leaves = threading.Thread(target=other.session.close)
-
-        def heard(event: object) -> None:
-            if isinstance(event, Waiting) and leaves.ident is None:
-                leaves.start()
-
-        cache = pair.remote.new_cache(30, on_event=heard)
-        pair.remote(PROMPT[:4], past_key_values=cache)
-        assert lanes_of(cache.session) == [2, 2]
-        if way == "reset":
-            cache.reset()
-        else:
-            cache.batch_select_indices(torch.tensor([0, 1]))
-            cache.session.close()
-        wait_for(lambda: [server.cache_tokens_left for server in pair.servers.describe()] == [192], "all room is free")
-        pair.remote(PROMPT[:2], past_key_values=other)
-        found = pair.remote(PROMPT[:2], past_key_values=cache).logits
-        leaves.join()
-        twice = PROMPT[:2] if way == "reset" else torch.cat([PROMPT[:2]] * 2, 1)
-        torch.testing.assert_close(found, pair.whole(twice).logits[:, -9:], rtol=1e-4, atol=1e-4)

@@ -12,9 +12,9 @@ from transformers import DataCollatorWithFlattening
 from swarm_client import RequestRejected
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected, random_ids
+from tests.swarm.pair import connected, hosted, random_ids
 from tests.swarm.tuning import Tuned, assert_close, lora, trained, tuned
-from tests.zoo import HIDDEN, save_checkpoint
+from tests.zoo import HIDDEN
 
 SAMPLES = ((5, 12, 3), (20,), (9, 11), (1, 1, 18), (10, 10), (2, 3, 15))  # of each row
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in SAMPLES])
@@ -23,7 +23,6 @@ LABELS = IDS.masked_fill(POSITIONS == 0, -100)
 PACKED = {"input_ids": IDS, "position_ids": POSITIONS, "labels": LABELS}
 FAMILIES = {  # of which the last keeps nothing apart
     "llama": ("q_proj", "v_proj"),
-    "mistral-sliding": ("q_proj", "v_proj"),
     "gpt2": ("c_attn",),
     "falcon-rw": ("query_key_value",),
 }
@@ -31,15 +30,11 @@ FAMILIES = {  # of which the last keeps nothing apart
 NO_DROPOUT = {"gpt2": dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=always("llama", among=FAMILIES),
-)
+@pytest.fixture(scope="module", params=always("llama", among=FAMILIES))
 def family(request, tmp_path_factory) -> Iterator[tuple[InProcessServers, LoraConfig]]:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory, **NO_DROPOUT.get(request.param, {}))
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6", chunk_tokens=40)  # micro-batches are computed in pieces of two rows
+    directory, config = tmp_path_factory.mktemp(request.param), NO_DROPOUT.get(request.param)
+    pieces = {"chunk_tokens": 40}  # micro-batches are computed in pieces of two rows
+    with hosted(directory, "0:2", "2:6", name=request.param, config=config, **pieces) as servers:
         yield servers, lora(FAMILIES[request.param])
 
 

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 from swarm_client.core import background
-from swarm_client.transport.hops import HopSession
 from swarm_protocol.span import Span
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim, Preemption
@@ -82,19 +81,6 @@ def test_a_prompt_that_was_there_as_a_whole(pair, computed):
     assert computed[Span(0, 3)] == 0 and computed[Span(3, 6)] == PAGE_TOKENS
 
 
-def test_while_the_first_still_goes_on(pair, computed):
-    first, second = prompts(2, seed=11)
-    cache = DynamicCache()
-    talk = pair.remote.generate(first, past_key_values=cache, **OPTIONS)
-    computed.clear()
-    generated(pair, second)
-    assert computed == everywhere(REST)
-    talk = torch.cat([talk, random_ids(1, 3, seed=0)], 1)
-    assert torch.equal(
-        pair.remote.generate(talk, past_key_values=cache, **OPTIONS), pair.whole.generate(talk, **OPTIONS)
-    )
-
-
 @pytest.mark.parametrize("sharing", ["none", "own", "all"])
 def test_two_clients_share_only_if_they_may(tmp_path, computed, sharing):
     """Each shares with itself, also after it was away, unless the server shares nothing."""
@@ -130,45 +116,3 @@ def test_a_session_that_is_preempted_is_replayed_from_its_own_pages(tmp_path, co
         result = pair.remote.generate(longer, past_key_values=cache, **OPTIONS)
         assert torch.equal(result, pair.whole.generate(longer, **OPTIONS))
         assert len(claims) == 2 and computed[Span(0, 6)] < SHARED
-
-
-def test_the_next_turn_of_a_chat_sends_only_what_is_new(pair, computed, monkeypatch):
-    sent: list[int] = []
-    send = HopSession.send
-
-    async def counted(hop: HopSession, step, parts) -> None:
-        sent.append(step.hidden.shape[1])
-        await send(hop, step, parts)
-
-    monkeypatch.setattr(HopSession, "send", counted)
-    (talk,) = prompts(1, seed=40)
-    cache = DynamicCache()
-    for turn in range(3):
-        sent.clear()
-        computed.clear()
-        answer = pair.remote.generate(talk, past_key_values=cache, **OPTIONS)
-        assert torch.equal(answer, pair.whole.generate(talk, **OPTIONS))
-        new = SHARED + REST if turn == 0 else 1 + 5
-        assert sum(sent) == new + NEW_TOKENS - 1
-        assert computed == everywhere(new)
-        talk = torch.cat([answer, random_ids(1, 5, seed=50 + turn)], 1)
-    del cache
-
-
-def test_a_prompt_goes_to_the_replica_that_has_its_beginning(tmp_path, computed):
-    """Two sessions at once take a server each; later prompts go where their beginning was computed.
-
-    Servers announce that they are slow, so that round trips hardly count.
-    """
-    with started(tmp_path, "0:6", "0:6", throughput=1.0) as pair:
-        firsts, others = zip(prompts(2, seed=60), prompts(2, seed=61), strict=True)
-        caches = [DynamicCache() for _ in firsts]
-        for prompt, cache in zip(firsts, caches, strict=True):
-            pair.remote.generate(prompt, past_key_values=cache, **OPTIONS)
-        del cache, caches
-        pair.servers.wait_until_all_room_is_free()
-        for prompt in others:
-            computed.clear()
-            generated(pair, prompt)
-            assert computed == {Span(0, 6): REST}
-        pair.servers.wait_until_all_room_is_free()

@@ -15,9 +15,9 @@ from swarm_client import DistributedModelForSequenceClassification, RequestRejec
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from tests.marks import always
 from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import connected, random_ids
+from tests.swarm.pair import connected, hosted, random_ids
 from tests.swarm.tuning import assert_close, lora, padded_batch, trained, whole_model
-from tests.zoo import POSITIONS, save_checkpoint
+from tests.zoo import POSITIONS
 
 NUM = 5
 SPANS = ("0:2", "2:6")
@@ -81,15 +81,9 @@ class Prompted:
         return [self.embedding] if self.deep is None else [self.embedding, self.deep]
 
 
-@pytest.fixture(
-    scope="module",
-    params=always("llama", among=("llama", "gpt2", "opt-projected", "bloom")),
-)
+@pytest.fixture(scope="module", params=always("llama", among=("llama", "gpt2", "bloom")))
 def servers(request, tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start(*SPANS)
+    with hosted(tmp_path_factory.mktemp(request.param), *SPANS, name=request.param) as servers:
         yield servers
 
 
@@ -187,8 +181,6 @@ def test_shallow_prompts_are_those_of_peft(servers, tmp_path):
 
 def test_prompt_tuning_of_peft_itself(servers):
     """``get_peft_model`` on a distributed model."""
-    if servers.model.name.startswith("opt"):
-        pytest.skip("PEFT takes the width of hidden states for that of embeddings")
     batch, models = padded_batch(), []
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=NUM)
     with connected(servers) as remote:
@@ -217,10 +209,8 @@ def test_prompt_tuning_of_peft_itself(servers):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Iterator[InProcessServers]:
-    directory = tmp_path_factory.mktemp("llama")
-    save_checkpoint("llama", directory, task="sequence-classification", num_labels=3)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start(*SPANS)
+    classifier = {"task": "sequence-classification", "num_labels": 3}
+    with hosted(tmp_path_factory.mktemp("llama"), *SPANS, config=classifier) as servers:
         yield servers
 
 

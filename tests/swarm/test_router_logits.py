@@ -6,28 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from swarm_client import RequestRejected
 from swarm_client.model.left_out import notes_on_training
-from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
+from tests.swarm.pair import Pair, connected, random_ids, started
 from tests.swarm.tuning import assert_close
-from tests.zoo import save_checkpoint
 
 IDS = random_ids(2, 9, seed=1)
 asked = pytest.mark.parametrize("method", ["forward", "generate", "base_model"])
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe"])
-def pair(request, tmp_path_factory) -> Iterator[Pair]:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_checkpoint(request.param, directory, output_router_logits=True)  # as some checkpoints have it
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with InProcessServers(directory, memory_dht=True) as servers:
-        servers.start("0:2", "2:6")
-        with connected(servers) as remote:
-            yield Pair(ends_only_at_its_length(whole), remote, servers)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    config = {"output_router_logits": True}  # as some checkpoints have it
+    with started(tmp_path_factory.mktemp("mixtral"), "0:2", "2:6", name="mixtral", config=config) as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("in_config", [True, False])

@@ -59,11 +59,9 @@ GUESSES = pytest.mark.promise("guesses of a draft change no token, greedy or sam
     [
         pytest.param(0.7, 4, {"do_sample": False}, id="some-right-tree-greedy", marks=GUESSES),
         pytest.param(0.7, 1, SAMPLED, id="some-right-one-row-sampled", marks=GUESSES),
-        pytest.param(0.7, 4, SAMPLED, id="some-right-tree-sampled"),
         pytest.param(0.0, 1, {"do_sample": False}, id="none-right-one-row-greedy"),
         pytest.param(0.0, 4, SAMPLED, id="none-right-tree-sampled"),
         pytest.param(1.0, 1, SAMPLED, id="all-right-one-row-sampled"),
-        pytest.param(1.0, 4, {"do_sample": False}, id="all-right-tree-greedy"),
     ],
 )
 def test_text_is_that_of_plain_generation(pair, prompt, options, rows, chance):
@@ -104,9 +102,10 @@ def test_lookup_finds_what_repeats(pair, prompt, monkeypatch):
     assert num_passes <= NEW_TOKENS
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-def test_model_as_its_own_draft_is_always_right(pair, prompt, rows, options):
+@pytest.mark.parametrize(
+    ("options", "rows"), [({"do_sample": False}, 4), (SAMPLED, 1)], ids=["greedy-tree", "sampled-one-row"]
+)
+def test_model_as_its_own_draft_is_always_right(pair, prompt, options, rows):
     """Also when it samples: its guesses are drawn with the random numbers that choose the tokens."""
     plain, _ = written(pair, prompt, None, **options)
     draft = SmallModelDraft(pair.whole, "itself", VOCAB)
@@ -134,15 +133,15 @@ def test_rows_that_are_given_up_are_verified_in_one(pair, prompt, monkeypatch, e
     assert (sum(rows > 1 for rows, _ in asked) > 1) == are_tried_again
 
 
-@pytest.mark.parametrize("chance", [pytest.param(0.6, marks=GUESSES), 1.0])
-def test_generation_of_the_loop_writes_what_it_writes_alone(pair, prompt, chance):
+@GUESSES
+def test_generation_of_the_loop_writes_what_it_writes_alone(pair, prompt):
     """Two in turn and then two at once, which are batched without guesses."""
     asked = [
         Request(tuple(prompt[0].tolist()), GenerationConfig(max_new_tokens=NEW_TOKENS, **options), seed=5)
         for options in ({"do_sample": False}, SAMPLED)
     ]
     expected = [written(pair, prompt, None, **options)[0] for options in ({"do_sample": False}, SAMPLED)]
-    draft = KnowingDraft(expected, chance)
+    draft = KnowingDraft(expected, 0.6)
     pair.remote.speculation = speculation = Always(draft, 1, 3)
     with GenerationLoop(pair.remote) as loop:
         for request, text in zip(asked, expected, strict=True):

@@ -6,30 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.speculation import Speculation
 from swarm_server.kv.kv_rows import KvGroup
 from tests.drafts import Always, KnowingDraft
-from tests.swarm.harness import InProcessServers
-from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
-from tests.zoo import SLIDING, save_checkpoint
+from tests.swarm.pair import Pair, random_ids, started
+from tests.zoo import SLIDING
 
-NEW_TOKENS = 260
+NEW_TOKENS = 130
 SOME_PASSES = 40  # after which windows have forgotten what is settled
 PROMPT = random_ids(1, 7, seed=1)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
-    directory = tmp_path_factory.mktemp("sliding")
-    save_checkpoint("mistral-sliding", directory, max_position_embeddings=2 * NEW_TOKENS)
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    with InProcessServers(directory) as servers:
-        servers.start("0:6")
-        with connected(servers) as remote:
-            yield Pair(ends_only_at_its_length(whole), remote, servers)
+    with started(tmp_path_factory.mktemp("sliding"), "0:6", name="mistral-sliding") as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module")

@@ -6,22 +6,18 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
 from swarm_client.batching.loop import GenerationLoop
 from swarm_client.batching.row import BatchRow
 from tests.drafts import Always, KnowingDraft
-from tests.swarm.harness import InProcessServers
 from tests.swarm.meeting import GREEDY, Gate, another_under_way, sequences
-from tests.swarm.pair import Pair, connected, ends_only_at_its_length, random_ids
+from tests.swarm.pair import random_ids
 from tests.swarm.waiting import DEADLINE_S, wait_for
-from tests.zoo import save_checkpoint
 
 SPANS = ("0:2", "2:6")
 
@@ -168,24 +164,3 @@ def test_after_an_interruption_a_cache_is_where_the_text_is(pair, taken_over, mo
     longer = torch.cat([written, random_ids(1, 2, seed=5)], 1)
     again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
     assert torch.equal(again, pair.whole.generate(longer, **GREEDY))
-
-
-def test_after_an_interruption_a_sliding_window_is_where_the_text_is(tmp_path: Path):
-    """Also where what the window has lost must be computed again."""
-    save_checkpoint("mistral-sliding", tmp_path)
-    whole = ends_only_at_its_length(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
-    with InProcessServers(tmp_path) as servers:
-        servers.start("0:3", "3:6")
-        with connected(servers) as remote:
-            ids, cache = random_ids(1, 12, seed=3), remote.new_cache()
-            first = Interrupted(cache, 12 + 20)
-            options = {"max_new_tokens": 40, "do_sample": False}
-            with ThreadPoolExecutor(1) as pool, another_under_way(Pair(whole, remote, servers)):
-                beginning = pool.submit(remote.generate, ids, streamer=first, past_key_values=cache, **options)
-                first.opened.set()
-                with pytest.raises(KeyboardInterrupt):
-                    beginning.result()
-            written = whole.generate(ids, **options)[:, : 12 + 6]
-            longer = torch.cat([written, random_ids(1, 2, seed=5)], 1)
-            again = remote.generate(longer, past_key_values=cache, **GREEDY)
-            assert torch.equal(again, whole.generate(longer, **GREEDY))

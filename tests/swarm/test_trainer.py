@@ -10,9 +10,9 @@ import torch
 from peft import get_peft_model
 from transformers import Trainer, TrainingArguments
 
-from tests.marks import SLOW, always
+from tests.marks import always
 from tests.swarm.pair import connected, random_ids
-from tests.swarm.tuning import assert_close, lora, trained, tuned
+from tests.swarm.tuning import lora, trained
 
 SPANS = ("0:2", "2:6")
 
@@ -87,18 +87,3 @@ def test_the_best_weights_are_loaded_at_the_end(servers, tmp_path, kind):
         assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
         assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-5)
         assert all(abs(later - losses[0]) > 1e-3 for later in losses[1:])
-
-
-@SLOW
-@pytest.mark.parametrize("wraps", [False, True], ids=["adapter", "peft"])
-def test_resumed_on_the_whole_model_and_on_servers(servers, tmp_path, wraps):
-    ends = []
-    with tuned(servers, lora(), wraps=wraps) as pair:
-        for name, model in zip(("local", "remote"), pair.models, strict=True):
-            trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=2).train()
-            trainer = trainer_of(model, tmp_path / name, optim="sgd", learning_rate=0.1, max_steps=4)
-            trainer.train(resume_from_checkpoint=True)
-            assert trainer.state.global_step == 4
-            ends.append(model)
-        for local, far in zip(*map(trained, ends), strict=True):
-            assert_close(far, local)
