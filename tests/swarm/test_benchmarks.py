@@ -129,7 +129,8 @@ def test_simulate_swarm_simulates_training_in_stages(tmp_path: Path) -> None:
     assert "100 peers, 1 trainers, expected ready time: share of the slowest stage" in rows
 
 
-@pytest.mark.parametrize("links", [[], pytest.param(["--netlab"], marks=pytest.mark.long)], ids=["counted", "real"])
+@pytest.mark.long
+@pytest.mark.parametrize("links", [[], ["--netlab"]], ids=["counted", "real"])
 def test_square_cube_shows_that_larger_models_wait_less(links: list[str], tmp_path: Path) -> None:
     results = run_quick("square_cube.py", tmp_path, *links)
     assert results["exit code"] == 0, results["output"]

@@ -104,14 +104,3 @@ def test_the_death_of_a_server_is_a_pause_and_a_dim_line(cluster, tmp_path, monk
             terminal.wait_for_prompt()  # the answer has come to its end
             terminal.type(CTRL_D)
             assert terminal.end() == 0
-
-
-@pytest.mark.slow
-def test_a_history_that_cannot_be_written_is_done_without(shipped, tmp_path):
-    (tmp_path / "state").write_text("no directory")
-    with chat(shipped, tmp_path, 2) as terminal:
-        terminal.wait_for_prompt()
-        terminal.type(f"Return{ENTER}")
-        terminal.wait_for_prompt()
-        terminal.type(CTRL_D)
-        assert terminal.end() == 0

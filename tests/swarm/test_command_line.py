@@ -112,23 +112,12 @@ def test_verdict_counts_the_common_beginning(remote, local, sentence):
 
 WRONG, FAILED = 2, 1  # exit codes: the command line is wrong; what it asks for cannot be had
 MISTAKES = {
-    "status-of-no-swarm": (["status"], "no swarm named 'default' runs on this machine", FAILED),
+    "status-of-no-swarm": (["status"], "no swarm named .* start a server with `python -m swarm_server`", FAILED),
     "generate-without-swarm": (["generate", "x"], "no swarm named 'default' runs on this machine", FAILED),
     "chat-without-swarm": (["chat"], "no swarm named 'default' runs on this machine", FAILED),
     "no-prompt": (["generate", ""], "the prompt is empty", WRONG),
-    "no-tokens": (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
-    "top-p": (["chat", "--top-p", "2"], "top_p is 2.0: expected a probability above 0 and at most 1", WRONG),
     "temperature": (["generate", "x", "--temperature", "-1"], "temperature is -1.0: expected 0 or more", WRONG),
-    "no-model": (["generate", "x", "--model", "/nowhere/model"], "/nowhere/model does not exist", WRONG),
-    "swarm-name": (["status", "--swarm", "a/b"], "swarm name 'a/b' is not usable", WRONG),
-    "no-multiaddr": (["status", "--initial-peers", "localhost:31337"], "no multiaddr of a peer", WRONG),
-    "interval": (["status", "--watch", "often"], "--watch is 'often': expected a number of seconds", WRONG),
-    "wait": (["generate", "x", "--wait", "-1"], "wait_timeout_s is -1.0: expected a number of seconds", WRONG),
     "adapter": (["generate", "x", "--adapter", "./nowhere"], "adapter ./nowhere is no directory", WRONG),
-    "no-data": (["finetune", "--data", "nowhere.txt", "--output", "x"], "nowhere.txt does not exist", WRONG),
-    "rank": (["finetune", "--data", "x", "--output", "x", "--rank", "0"], "rank is 0: expected at least 1", WRONG),
-    "demo": (["demo", "--max-new-tokens", "0"], "max_new_tokens is 0: expected at least 1", WRONG),
-    "demo-model": (["demo", "--model", "/nowhere/model"], "/nowhere/model does not exist", WRONG),
 }
 
 

@@ -87,13 +87,9 @@ WRONG = {  # the first is right
     "swarm_server": [
         ["--help"],
         ["--blocks", "10:5"],
-        ["--quant", "int3"],
-        ["--device", "toaster"],
         ["--dtype", "float8"],
-        ["--port", "70000"],
         ["--announce-address", "host:port"],
         ["--swarm", "a/b"],
-        ["--memory", "much"],
         ["--adapters", "/nowhere/adapter"],
         ["--model", "/nowhere/model"],
         ["--identity", "/nowhere/key"],
@@ -102,17 +98,13 @@ WRONG = {  # the first is right
     ],
     "swarm_client": [
         ["--help"],
-        ["generate", "x", "--top-k", "0"],
         ["generate", "x", "--head-quant", "int3"],
-        ["generate", "x", "--allow", "?"],
         ["generate", "x", "--adapter", "./nowhere"],
         ["generate", "x", "--model", "/nowhere/model"],
         ["generate", ""],
         ["finetune", "--data", "/nowhere/data.txt", "--output", "x"],
-        ["finetune", "--data", "x", "--output", "x", "--method", "magic"],
         ["status", "--swarm", "a/b"],
         ["status", "--watch", "0"],
-        ["status", "--initial-peers", "/ip4/1.2.3/tcp/1/p2p/Qm"],
         ["demo", "--max-new-tokens", "0"],
         ["doctor", "--port", "80000"],
         ["status", "--config", "/nowhere/config.toml"],
@@ -120,15 +112,10 @@ WRONG = {  # the first is right
     "swarm": [
         ["--help"],
         ["generate", ""],
-        ["chat", "--max-new-tokens", "0"],
         ["chat", "hello"],
-        ["generate", "x", "--no-such-flag"],
         ["server", "--quant", "int3"],
-        ["server", "--no-such-flag"],
         ["serve", "--host", "0.0.0.0"],
-        ["serve", "--max-active", "0"],
         ["up", "--quant", "int3"],
-        ["up", "--port", "70000"],
         ["serve", "--api-keys", "/nowhere/keys"],
         ["fly"],
         ["completion", "cmd"],
@@ -202,10 +189,9 @@ def test_version(package, arguments, tmp_path):
 
 
 def test_hints_are_for_the_command_that_was_typed(tmp_path):
-    hint = "start a server with `{} --swarm mine`"
-    for package, command in (("swarm", "swarm server"), ("swarm_client", "python -m swarm_server")):
-        _, _, said = run_in_one_process(package, ["status", "--swarm", "mine"], cache=tmp_path)
-        assert hint.format(command) in said
+    """That of ``python -m swarm_client`` is in the test of its mistakes."""
+    _, _, said = run_in_one_process("swarm", ["status", "--swarm", "mine"], cache=tmp_path)
+    assert "start a server with `swarm server --swarm mine`" in said
 
 
 @pytest.mark.parametrize(
@@ -222,11 +208,10 @@ def test_interrupted_while_it_is_imported(package, module, tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("quant", ["int8", "none"])
-def test_a_server_gets_ready_without_what_it_does_not_use(quant, tmp_path):
+def test_a_server_gets_ready_without_what_it_does_not_use(tmp_path):
     model = tmp_path / "llama"
     save_checkpoint("llama", model)
-    arguments = ["--model", str(model), "--quant", quant, "--swarm", f"start-{os.getpid()}-{quant}"]
+    arguments = ["--model", str(model), "--quant", "int8", "--swarm", f"start-{os.getpid()}"]
     result = python(READY, json.dumps([*UNUSED, "torch", "transformers"]), *arguments, cache=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == ["torch", "transformers"]

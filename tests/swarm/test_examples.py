@@ -124,11 +124,10 @@ def test_peers_train_a_model_that_draws(tmp_path):
 
 
 def test_a_caption_that_cannot_be_drawn_is_refused(tmp_path):
-    command = [sys.executable, str(ROOT / "examples/train_together/text_to_image.py"), "--caption", "a purple seven"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 2
-    assert "the model does not know purple" in result.stderr and "Traceback" not in result.stderr
+    script = str(ROOT / "examples/train_together/text_to_image.py")
+    (outcome,) = run_commands(script, [["--caption", "a purple seven"]], tmp_path)
+    assert outcome.code == 2
+    assert "the model does not know purple" in outcome.stderr and "Traceback" not in outcome.stderr
 
 
 def test_a_mixture_learns_more_than_one_expert_though_some_die(tmp_path):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import safetensors.torch
 import torch
 
@@ -118,20 +117,6 @@ def test_who_takes_the_place_of_a_killed_server_has_the_newest_replica(tmp_path:
             assert_same(third.experts[CELLS[1]].state(), replayed(begun[CELLS[1]], range(steps)))
 
 
-def test_a_server_in_free_cells_takes_those_whose_server_has_left_with_all_they_have_learned() -> None:
-    with ExpertServer(QUICK) as first:
-        with (
-            ExpertServer(beside(first, replicate_every_s=3600.0)) as second,
-            ExpertClient(first.initial_peers) as client,
-        ):
-            ((cell, expert),) = second.experts.items()
-            train(client, cell, range(3))
-            assert first.replicas == []
-        assert expert.num_steps == 3
-        with ExpertServer(beside(first)) as third:  # what had not been sent was sent when it left
-            assert_same(third.experts[cell].state(), expert.state())
-
-
 def test_an_expert_that_is_gone_for_some_time_is_adopted_and_goes_on(tmp_path: Path) -> None:
     adopting = replace(APART, adopt=1, adopt_after_s=0.5)
     with ExpertServer(adopting) as first:
@@ -182,10 +167,3 @@ def test_saved_experts_are_loaded_from_replicas_only_if_those_are_newer(tmp_path
 
 def peers_of(server: ExpertServer) -> list[str]:
     return server.initial_peers
-
-
-def test_a_cell_that_another_server_goes_on_announcing_is_not_to_be_had() -> None:
-    with ExpertServer(QUICK) as first:
-        (cell,) = first.experts
-        with pytest.raises(Exception, match=rf"another server has demo\.{cell[0]}\.{cell[1]}: expected cells"):
-            ExpertServer(beside(first, cells=(cell,), lifetime_s=0.5))

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from swarm_client.generation.generation import load_tokenizer
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
 from swarm_server.training.stateless import StatelessPasses
-from tests.marks import SLOW, always
+from tests.marks import always
 from tests.swarm.harness import InProcessServers
-from tests.swarm.processes import Outcome, run_commands
-from tests.swarm.waiting import without_waits
+from tests.swarm.processes import ForkedProcess, Outcome, run_commands
+from tests.swarm.waiting import DEADLINE_S, without_waits
 from tests.zoo import save_checkpoint
 
 TEXTS = [
@@ -164,16 +162,10 @@ def test_generate_with_what_servers_have_loaded(generated, servers, place, cache
 
 
 @contextmanager
-def begun(arguments: list[str], cache: Path, line_begins: str = "step [1-9]") -> Iterator[subprocess.Popen]:
+def begun(arguments: list[str], cache: Path, log: Path, line_begins: str) -> Iterator[ForkedProcess]:
     """Runs the command until it prints such a line."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "swarm_client", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    process = ForkedProcess("swarm_client", arguments, log, environment)
     try:
         line = "not empty"
         while line and not re.match(line_begins, line):
@@ -192,11 +184,11 @@ def assert_as_if_nothing_had_happened(directory: Path, expected: Path) -> None:
 
 def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcomes, servers, place, cache_home):
     arguments = command(servers, place, "interrupted", *RUNS["lora"])
-    with begun(arguments, cache_home) as process:
+    with begun(arguments, cache_home, log := place / "interrupted.log", "step [1-9]") as process:
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate()
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
+        stdout = process.stdout.read()
+        assert process.wait(DEADLINE_S) == 130, log.read_text()
+    assert "Traceback" not in log.read_text()
     assert "which is saved; go on with" in stdout and "--resume" in stdout
     (checkpoint,) = (place / "interrupted").glob("checkpoint-*")
     assert int(checkpoint.name.removeprefix("checkpoint-")) < 12
@@ -206,26 +198,23 @@ def test_ctrl_c_saves_and_the_resumed_run_ends_as_if_nothing_had_happened(outcom
     assert_as_if_nothing_had_happened(place / "interrupted", place / "lora")
 
 
-@SLOW
-@pytest.mark.parametrize("line_begins", ["step [1-9]", "step 4/12: validation"], ids=["step", "validation"])
 def test_when_all_servers_go_the_last_step_is_saved_and_the_run_goes_on_with_others(
-    outcomes, servers, place, cache_home, line_begins, request
+    outcomes, servers, place, cache_home
 ):
-    name = request.node.callspec.id
     with InProcessServers(servers.model) as leaving:
         running = leaving.start("0:6")
-        arguments = command(leaving, place, name, *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
-        with begun(arguments, cache_home, line_begins) as process:
+        arguments = command(leaving, place, "left", *RUNS["lora"], "--recovery-timeout", "1", "--wait", "1")
+        with begun(arguments, cache_home, place / "left.log", "step 4/12: validation") as process:
             leaving.stop(*running)
-            stdout, stderr = process.communicate()
-    assert process.returncode == 1, stdout
+            assert process.wait(DEADLINE_S) == 1
+    stderr = (place / "left.log").read_text()
     assert "Traceback" not in stderr and "error: " in stderr.splitlines()[-1]
     step = int(re.search(r"step (\d+) was the last, and is saved; go on with", stderr)[1])
-    assert 0 < step < 12 and (place / name / f"checkpoint-{step}").is_dir()
-    others = command(servers, place, name, *RUNS["lora"], "--resume")
+    assert 0 < step < 12 and (place / "left" / f"checkpoint-{step}").is_dir()
+    others = command(servers, place, "left", *RUNS["lora"], "--resume")
     (resumed,) = run_commands("swarm_client", [others], cache_home)
     assert resumed.code == 0, resumed.stderr
-    assert_as_if_nothing_had_happened(place / name, place / "lora")
+    assert_as_if_nothing_had_happened(place / "left", place / "lora")
 
 
 def test_training_that_diverges_is_no_fault_of_servers(servers, place, cache_home, monkeypatch):
@@ -255,7 +244,6 @@ def test_training_that_diverges_is_no_fault_of_servers(servers, place, cache_hom
 MISTAKES = {
     "no-data": (["--data", "/nowhere/data.txt"], "/nowhere/data.txt does not exist"),
     "broken-line": (["--data", "broken.jsonl"], r"line 5 of .*broken\.jsonl is not JSON"),
-    "method": (["--method", "qlora"], "method 'qlora' is unknown: expected one of lora, prompt, deep-prompt"),
     "another-run": (["--output", "lora"], "has a run already: go on with it by --resume, or choose another --output"),
     "no-run": (["--resume"], "has no run to resume: leave --resume out to begin one"),
     "other-settings": (["--output", "lora", "--resume", *LORA, "--rank", "4"], "has --"),
@@ -263,9 +251,7 @@ MISTAKES = {
         ["--output", "lora", "--resume", *RUNS["lora"], "--data", "broken.jsonl"],
         r"--data is not what the run in .*lora has begun with",
     ),
-    "recovery": (["--recovery-timeout", "-1"], "recovery_timeout_s is -1.0: expected a number of seconds"),
     "targets": (["--target-modules", "no_proj"], "no_proj"),
-    "length": (["--sequence-length", "999"], "the model has 256 positions: choose a shorter --sequence-length"),
     "prompts": (["--method", "prompt", "--num-prompt-tokens", "300"], "has 256 positions, 300 of them for the prompt"),
     "swarm": (["--swarm", "a-swarm-of-nobody"], "no swarm named 'a-swarm-of-nobody'"),
 }
@@ -284,4 +270,4 @@ def refusals(outcomes, servers, place, cache_home) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_get_one_sentence(refusals, name):
-    refusals[name].assert_one_sentence(MISTAKES[name][1], code=2 if name in ("no-data", "method", "recovery") else 1)
+    refusals[name].assert_one_sentence(MISTAKES[name][1], code=2 if name == "no-data" else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from tests.quick_keys import new_identity
 from tests.swarm.organiser import Organiser
-from tests.swarm.processes import ServerProcess
-from tests.swarm.waiting import wait_for
 
 HIDDEN, GRID = 8, (2, 3)
 QUICK = MixtureConfig(refresh_s=0.2, ban_s=0.2)
@@ -75,26 +72,6 @@ def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
         moe.close()
 
 
-def test_a_process_takes_a_membership_and_computes_for_members(private: Private, tmp_path: Path) -> None:
-    flags = ["serve", "--name", "other", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--experts", "2"]
-    flags += ["--membership", str(private.membership(Role.SERVER, "process")), "--initial-peers", *private.peers]
-    with ServerProcess(*flags, cache=tmp_path, module="swarm_training.experts") as server:
-        with private.client("hal") as client:
-            moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="other", client=client, config=QUICK)
-            assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)
-            moe.close()
-        assert server.terminate() == 0 and "Traceback" not in server.stderr
-
-
-def test_the_layer_takes_a_membership_as_its_client_does(private: Private) -> None:
-    with pytest.raises(ValueError, match="client and initial_peers or membership"):
-        RemoteMixtureOfExperts(HIDDEN, GRID, 2, client=object(), membership=Path("a"))  # type: ignore[arg-type]
-    path = private.membership(Role.TRAINER, "eve")
-    moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="demo", initial_peers=private.peers, membership=path)
-    assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)
-    moe.close()
-
-
 def test_strangers_are_refused_every_call(private: Private) -> None:
     rows = torch.zeros(1, HIDDEN)
     with private.client("carl") as client:
@@ -113,22 +90,6 @@ def test_strangers_are_refused_every_call(private: Private) -> None:
             network_loop.run(stranger.calls.backward(holder, "demo", (0, 0), rows, rows))
     with pytest.raises(AccessDenied, match="this swarm takes only members"):
         network_loop.run(_listed(ClientCredentials(new_identity()), holder))
-
-
-def test_who_is_revoked_is_refused_from_then_on(private: Private) -> None:
-    with private.client("fay") as client:
-        holder, rows = holder_seen_by(client), torch.zeros(1, HIDDEN)
-        network_loop.run(client.calls.forward(holder, "demo", (0, 0), rows))
-        private.revoke("fay", "demo", private.peers)
-
-        def is_refused() -> bool:
-            try:
-                network_loop.run(client.calls.forward(holder, "demo", (0, 0), rows))
-            except AccessDenied as error:
-                return "the membership of fay was revoked" in str(error)
-            return False
-
-        wait_for(is_refused, "the server knows of the revocation")
 
 
 def _key_of(private: Private, name: str) -> tuple[Identity, bytes]:

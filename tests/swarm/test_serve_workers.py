@@ -23,7 +23,7 @@ from tests.swarm.waiting import DEADLINE_S, wait_for
 
 KEYS = [f"sk-{number}" for number in range(500)]  # each may ask twice in a minute
 PER_MINUTE = 2
-NUM_STREAMS = 32
+NUM_STREAMS = 12
 
 
 @dataclass

@@ -21,22 +21,14 @@ from swarm_protocol.errors import RequestRejected
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION
 from tests.swarm.harness import InProcessServers
 from tests.swarm.pair import connected
-from tests.swarm.terminal import CTRL_D, ENTER, Terminal
 from tests.swarm.test_serve import ServeProcess
-from tests.swarm.tuning import lora, loss_of, tuned
 from tests.swarm.waiting import DEADLINE_S
 
 pytestmark = NEEDS_IT
 
 ROOM = 4096  # positions on each server
 SPANS = ("0:15", "15:30")
-QUESTIONS = [
-    "What is the capital of Italy?",
-    "Which color is the sky?",
-    "What do you do with a hammer?",
-    "How many days has a week?",
-    "Why do cats purr?",
-]
+QUESTIONS = ["What do you do with a hammer?", "How many days has a week?", "Why do cats purr?"]
 TOOLS_TEMPLATE = (  # before the model's own: how Hermes and Qwen say it
     "{% if tools %}{{ '<|im_start|>system\\nAnswer with a call of a function.\\n' }}"
     "{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}"
@@ -115,30 +107,6 @@ def test_perplexity_of_rounded_weights(quant, directory, local, text):
             losses = [model(ids, labels=ids).loss.item() for model in (rounded, local)]
     assert math.exp(losses[1]) < 40  # it has learned English
     assert math.exp(losses[0] - losses[1]) < MOST_PERPLEXITY[quant]
-
-
-def test_lora_learns_a_real_text_as_plain_peft_does(servers, text):
-    ids = text[:, : 4 * 24].view(4, 24)
-    loss = loss_of(input_ids=ids, labels=ids)
-    with tuned(servers, lora()) as pair:
-        with torch.no_grad():
-            before = loss(pair.local).item()
-        pair.train(3, loss)
-        with torch.no_grad():
-            after = [loss(model).item() for model in pair.models]
-    assert after[0] < before - 0.05
-    assert after[1] == pytest.approx(after[0], rel=1e-4)
-
-
-def test_a_question_in_the_terminal(servers, tmp_path):
-    flags = ["--model", str(servers.model), "--swarm", servers.swarm, "--temperature", "0", "--max-new-tokens", "20"]
-    with Terminal("chat", *flags, home=tmp_path) as terminal:
-        terminal.wait_for_prompt()
-        terminal.type(QUESTION + ENTER)
-        terminal.wait_for(ANSWER)
-        terminal.wait_for_prompt()
-        terminal.type(CTRL_D)
-        assert terminal.end() == 0
 
 
 def test_a_question_a_call_and_a_schema_over_http(servers, tmp_path):
