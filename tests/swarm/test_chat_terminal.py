@@ -57,6 +57,8 @@ def test_lines_and_their_history(shipped, tmp_path):
 
 
 def test_ctrl_c_stops_the_answer_only(shipped, tmp_path):
+    """Also where the history of lines cannot be written."""
+    (tmp_path / "state").write_text("no directory")
     saved = tmp_path / "talk.json"
     with chat(shipped, tmp_path, LONG) as terminal:
         terminal.wait_for_prompt()

@@ -207,6 +207,21 @@ def test_an_adapter_that_did_not_change_is_not_sent_again(servers, traffic):
         assert len(traffic.uploads) == 2 * NUM_SERVERS
 
 
+def test_sums_that_servers_forget_are_computed_again(servers, monkeypatch):
+    take_sum, forgotten = ServerConnection.take_sum, []
+
+    async def forgetting(server: ServerConnection, span, request, adapter):
+        forgotten.append(await take_sum(server, span, request, adapter))  # which is then not there any more
+        return await take_sum(server, span, request, adapter)
+
+    monkeypatch.setattr(ServerConnection, "take_sum", forgetting)
+    with tuned(servers, lora()) as pair:
+        pair.train(1, loss_of(**BATCH))
+        forgotten.clear()
+        assert_same_gradients(pair)
+    assert len(forgotten) == NUM_SERVERS
+
+
 def test_servers_that_know_of_no_sums(servers, monkeypatch):
     """Older ones skip the field, and answer as they always have."""
     backward, answers = passes.backward, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from swarm_training.experts.directory.records import ExpertHolder
 from swarm_training.experts.net.replica_calls import ReplicaCalls
 from tests.quick_keys import new_identity
 from tests.swarm.organiser import Organiser
+from tests.swarm.processes import ServerProcess
 
 HIDDEN, GRID = 8, (2, 3)
 QUICK = MixtureConfig(refresh_s=0.2, ban_s=0.2)
@@ -70,6 +72,17 @@ def test_a_member_computes_and_trains_by_its_role(private: Private) -> None:
         with pytest.raises(AccessDenied, match="the membership of bob is for the role client: expected trainer"):
             network_loop.run(client.calls.backward(holder, "demo", (0, 0), rows.detach(), rows.detach()))
         moe.close()
+
+
+def test_a_process_and_a_layer_take_a_membership(private: Private, tmp_path: Path) -> None:
+    flags = ["serve", "--name", "other", "--hidden", str(HIDDEN), "--grid", *map(str, GRID), "--experts", "2"]
+    flags += ["--membership", str(private.membership(Role.SERVER, "process")), "--initial-peers", *private.peers]
+    known = {"initial_peers": private.peers, "membership": private.membership(Role.TRAINER, "eve")}
+    with ServerProcess(*flags, cache=tmp_path, module="swarm_training.experts") as server:
+        moe = RemoteMixtureOfExperts(HIDDEN, GRID, 2, name="other", config=QUICK, **known)
+        assert moe(torch.zeros(1, HIDDEN)).shape == (1, HIDDEN)
+        moe.close()
+        assert server.terminate() == 0 and "Traceback" not in server.stderr
 
 
 def test_strangers_are_refused_every_call(private: Private) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
+from swarm_protocol.streams.frames import read_run
 from swarm_protocol.streams.streams import DaemonStreams
 from swarm_protocol.tunnel.accepting import Acceptor
 from swarm_protocol.tunnel.circuit import Circuit
@@ -121,5 +122,16 @@ def test_who_does_not_read_is_not_sent_more():
             await until(lambda: sent > seen)
             stream.abort()
             await until(lambda: not net.origins)
+
+    run(check)
+
+
+def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
+    async def check() -> None:
+        async with three() as net:
+            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+            stream = await open_tunnel(net.streams["relay"], net.circuit, NOBODY)
+            assert await read_run(stream.reader) == b"hello"
+            stream.close()
 
     run(check)
