@@ -147,6 +147,7 @@ def test_a_server_that_was_killed_does_not_answer_and_the_chain_avoids_it(server
     assert [str(span) for span in last.missing] == ["10:20"] and last.chain == ()
 
 
+@pytest.mark.promise("the monitor shows deaths and who joins as they happen")
 def test_watching_in_a_terminal_shows_who_joins_and_who_dies_until_ctrl_c(servers, watch):
     servers.start("0:10")
     watching = watch(terminal=True)
