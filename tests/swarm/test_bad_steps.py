@@ -42,30 +42,33 @@ def test_step_before_open(target):
 NEXT = pb.NextHop(peer_id="next", push_key=bytes(16))
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "sentence"),
-    [
-        ({"batch_size": 0}, INVALID, "batch size 0 is out of range"),
-        ({"batch_size": 2**32 - 1}, INVALID, "batch size 4294967295 is out of range"),
-        ({"session_key": b""}, INVALID, "the session key has 0 bytes: expected 16"),
-        ({"session_key": bytes(15)}, INVALID, "the session key has 15 bytes: expected 16"),
-        ({"reserve_tokens": ROOM + 1, "next": NEXT}, FULL, f"no room for {ROOM + 1} tokens .* has {ROOM} in all"),
-        ({"reserve_tokens": LAST_ROOM + 1}, FULL, f"no room for {ROOM + 1} tokens .* has {ROOM} in all"),
-        ({"reserve_tokens": 26, "batch_size": 2}, FULL, f"no room for 42 tokens .* has {ROOM} in all"),
-        ({"reserve_tokens": POSITIONS + 1}, INVALID, f"257 positions are more than the model's {POSITIONS}"),
-    ],
-    ids=[
-        "no-rows",
-        "too-many-rows",
-        "no-key",
-        "short-key",
-        "no-room-with-outputs",
-        "no-room",
-        "no-room-for-all-rows",
-        "longer-than-the-model",
-    ],
-)
-def test_open(target, fields, status, sentence):
+BAD_OPENINGS = {
+    "no-rows": ({"batch_size": 0}, INVALID, "batch size 0 is out of range"),
+    "too-many-rows": ({"batch_size": 2**32 - 1}, INVALID, "batch size 4294967295 is out of range"),
+    "no-key": ({"session_key": b""}, INVALID, "the session key has 0 bytes: expected 16"),
+    "short-key": ({"session_key": bytes(15)}, INVALID, "the session key has 15 bytes: expected 16"),
+    "no-room-with-outputs": (
+        {"reserve_tokens": ROOM + 1, "next": NEXT},
+        FULL,
+        f"no room for {ROOM + 1} tokens .* has {ROOM} in all",
+    ),
+    "no-room": ({"reserve_tokens": LAST_ROOM + 1}, FULL, f"no room for {ROOM + 1} tokens .* has {ROOM} in all"),
+    "no-room-for-all-rows": (
+        {"reserve_tokens": 26, "batch_size": 2},
+        FULL,
+        f"no room for 42 tokens .* has {ROOM} in all",
+    ),
+    "longer-than-the-model": (
+        {"reserve_tokens": POSITIONS + 1},
+        INVALID,
+        f"257 positions are more than the model's {POSITIONS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPENINGS)
+def test_open(target, name):
+    fields, status, sentence = BAD_OPENINGS[name]
     answer = target.client.session(target.open(**fields))
     assert_refused(answer, status, sentence)
 

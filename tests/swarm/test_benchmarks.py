@@ -120,16 +120,6 @@ def test_targets_are_met(script: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_simulate_swarm_simulates_training_in_stages(tmp_path: Path) -> None:
-    results = run_quick("simulate_swarm.py", tmp_path, "--training")
-    assert results["exit code"] == 0, results["output"]
-    rows = results["rows"]
-    assert rows["100 training peers, ours: share of the optimum"]["met"] == "yes"
-    assert rows["100 training peers, moves at rest"]["met"] == "yes"
-    assert "100 peers, 1 trainers, expected ready time: share of the slowest stage" in rows
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("links", [[], ["--netlab"]], ids=["counted", "real"])
 def test_square_cube_shows_that_larger_models_wait_less(links: list[str], tmp_path: Path) -> None:
     results = run_quick("square_cube.py", tmp_path, *links)

@@ -34,14 +34,6 @@ def start(llama, server_process) -> Iterator[Callable[..., ServerProcess]]:
         server.resume()
 
 
-def begin(start: Callable[..., ServerProcess], *caches: Path) -> list[ServerProcess]:
-    """Servers that start at once, and are ready."""
-    servers = [start(cache, wait=False) for cache in caches]
-    for server in servers:
-        server.wait_ready()
-    return servers
-
-
 def peer_id(server: ServerProcess) -> str:
     return server.ready["peer"].rpartition("/p2p/")[2]
 

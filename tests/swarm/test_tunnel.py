@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import pytest
 
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.node import Listening
@@ -72,33 +75,33 @@ async def three(service=answer_digest) -> AsyncIterator[Three]:
         yield Three(relay, peers[0], dhts, streams, origins)
 
 
-def run(check: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, DEADLINE_S))
 
 
-def test_bytes_go_both_ways_and_one_direction_may_end_before_the_other():
-    async def check() -> None:
-        async with three() as net:
-            reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            port = await _TunnelPort(net.circuit, net.streams["client"], NOBODY, {}).open()
-            data = os.urandom(3_000_000)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
-            assert await reader.readexactly(5) == b"hello"
-            assert list(net.origins.values()) == ["127.0.0.1"]
-            writer.write(data)
-            writer.write_eof()
-            assert await reader.read() == hashlib.sha256(data).digest()
-            writer.close()
-            await until(lambda: not net.origins)
-            assert net.relay.budget.num_bytes > len(data)
-            await until(lambda: net.relay._places.num_taken == 0)
-            port.close()
-            reservation.close()
-
-    run(check)
+pytestmark = pytest.mark.run_by(function=run)
 
 
-def test_who_does_not_read_is_not_sent_more():
+async def test_bytes_go_both_ways_and_one_direction_may_end_before_the_other():
+    async with three() as net:
+        reservation = await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+        port = await _TunnelPort(net.circuit, net.streams["client"], NOBODY, {}).open()
+        data = os.urandom(3_000_000)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.number)
+        assert await reader.readexactly(5) == b"hello"
+        assert list(net.origins.values()) == ["127.0.0.1"]
+        writer.write(data)
+        writer.write_eof()
+        assert await reader.read() == hashlib.sha256(data).digest()
+        writer.close()
+        await until(lambda: not net.origins)
+        assert net.relay.budget.num_bytes > len(data)
+        await until(lambda: net.relay._places.num_taken == 0)
+        port.close()
+        reservation.close()
+
+
+async def test_who_does_not_read_is_not_sent_more():
     sent = 0
 
     async def talk_for_ever(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,30 +111,24 @@ def test_who_does_not_read_is_not_sent_more():
             await writer.drain()
             sent += 65536
 
-    async def check() -> None:
-        async with three(service=talk_for_ever) as net:
-            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            stream = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
-            seen = -1
-            while sent != seen:  # until it stands still
-                seen = sent
-                await asyncio.sleep(0.5)
-            assert 0 < sent < 64 << 20
-            for _ in range(1000):  # it goes on once somebody reads
-                await stream.reader.read(1 << 16)
-            await until(lambda: sent > seen)
-            stream.abort()
-            await until(lambda: not net.origins)
-
-    run(check)
+    async with three(service=talk_for_ever) as net:
+        await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+        stream = await open_tunnel(net.streams["client"], net.circuit, NOBODY)
+        seen = -1
+        while sent != seen:  # until it stands still
+            seen = sent
+            await asyncio.sleep(0.5)
+        assert 0 < sent < 64 << 20
+        for _ in range(1000):  # it goes on once somebody reads
+            await stream.reader.read(1 << 16)
+        await until(lambda: sent > seen)
+        stream.abort()
+        await until(lambda: not net.origins)
 
 
-def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
-    async def check() -> None:
-        async with three() as net:
-            await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
-            stream = await open_tunnel(net.streams["relay"], net.circuit, NOBODY)
-            assert await read_run(stream.reader) == b"hello"
-            stream.close()
-
-    run(check)
+async def test_a_relay_itself_reaches_the_servers_for_which_it_relays():
+    async with three() as net:
+        await reserve(net.streams["server"], net.relay_address, NOBODY, KEEPALIVE_S)
+        stream = await open_tunnel(net.streams["relay"], net.circuit, NOBODY)
+        assert await read_run(stream.reader) == b"hello"
+        stream.close()
