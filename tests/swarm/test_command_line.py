@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import pytest
 from swarm_cli.demo.demo import verdict
 from swarm_cli.demo.local_cluster import LocalCluster
 from swarm_models.checkpoints.default_model import ALIASES, DEFAULT_MODEL, SMALL_CHAT_MODEL
+from tests.marks import SLOW
 from tests.small_chat_model import ANSWER, NEEDS_IT, QUESTION
 from tests.swarm.processes import Outcome, run_commands
 from tests.swarm.waiting import wait_for
@@ -131,3 +133,43 @@ def outcomes(tmp_path_factory) -> dict[str, Outcome]:
 def test_mistakes_get_one_sentence(outcomes, name):
     _, sentence, code = MISTAKES[name]
     outcomes[name].assert_one_sentence(sentence, code)
+
+
+def subjects(outcome) -> dict[str, dict[str, str]]:
+    return {finding["subject"]: finding for finding in json.loads(outcome)["checks"]}
+
+
+@pytest.mark.promise("swarm doctor looks for what keeps a machine from using a swarm")
+def test_doctor_with_a_server_of_this_machine(cluster, cache_home):
+    server = cluster.start("--blocks", "0:20", "--quant", "none", "--throughput", "10", "--swarm", "mine")
+    try:
+        cluster.wait_ready([server])
+        (result,) = run_commands("swarm_client", [["doctor", "--swarm", "mine", "--json"]], cache_home)
+    finally:
+        server.kill()
+    assert (result.code, result.stderr, result.left_behind) == (0, "", []), result.stdout
+    found = subjects(result.stdout)
+    assert json.loads(result.stdout)["ok"] is True
+    assert found["servers here"]["found"] == "1 of swarm mine on this machine"
+    assert "1 of 1 servers answer" in found["swarm"]["found"]
+    assert any(subject.startswith("server …") for subject in found)
+
+
+@SLOW
+def test_a_swarm_without_a_home(tmp_path):
+    place = tmp_path / "file"
+    place.touch()
+    environment = {"HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), "HF_HOME": str(place / "hf")}
+    with LocalCluster(environment) as cluster:
+        server = cluster.start("--blocks", "0:20", "--throughput", "100")
+        cluster.wait_ready([server])
+        peer = server.ready["peer"]
+        given = run("generate", "Return a", "--max-new-tokens", "4", "--initial-peers", peer, cache="", **environment)
+        words = server.stderr.read_text()
+        alone = run("status", cache="", **environment)
+    assert (given.returncode, given.stderr) == (0, "blocks 0:20 cannot be checked: no second server has them\n")
+    assert alone.returncode == 1
+    assert alone.stderr.startswith("error: no swarm named 'default' runs on this machine")
+    assert "Traceback" not in words
+    assert words.count("servers of this machine will not share its cores") == 1
+    assert words.count("others of this machine will not find this server") == 1

@@ -139,3 +139,17 @@ def has_open(pid: int, path: Path) -> bool:
     with suppress(FileNotFoundError):  # a file is closed at this moment
         return any(os.path.samefile(file, path) for file in Path(f"/proc/{pid}/fd").iterdir() if file.exists())
     return False
+
+
+SERVER = ["--blocks", "0:2", "--quant", "none"]
+
+
+def test_a_server_writes_lines_of_json(cluster):
+    server = cluster.start(*SERVER, "--swarm", "json-logs", "--log-format", "json")
+    cluster.wait_ready([server])
+    server.signal(signal.SIGTERM)
+    assert server.wait_gone(DEADLINE_S)
+    lines = [json.loads(line) for line in server.stderr.read_text().splitlines()]
+    (ready,) = [line for line in lines if line["message"] == "ready"]
+    assert {name: ready[name] for name in server.ready} == server.ready  # as on stdout
+    assert {"time", "level", "logger"} <= ready.keys() and len(lines) > 1
