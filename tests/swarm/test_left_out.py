@@ -68,7 +68,7 @@ def test_a_command_trains_without_and_says_so(pair):
         assert notes_on_training(remote) == []
 
 
-IDS = random_ids(2, 9, seed=1)
+# ------------------------------------------------------------ dropout
 
 
 @pytest.fixture(scope="module")

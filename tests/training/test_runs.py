@@ -1,28 +1,32 @@
-"""Runs of real processes on loopback: equal bits, and what happens when some of them fail."""
+"""Runs of real processes on loopback: equal bits, also by the Trainer, and what happens when some of them fail."""
 
 from __future__ import annotations
 
 import signal
+from statistics import mean
 
 import pytest
 import torch
 
 from tests.marks import SLOW
 from tests.training.processes import Volunteer, volunteers
+from tests.training.trainer_volunteer import STEPS
 from tests.training.volunteer import batch, digest, loss_of, model
 
 SIZE = 50
 SLOWLY = {"call_s": 0.2}  # beside the time that news take
 
 
-def reference(peers: list[Volunteer], samples: int, target_steps: int) -> tuple[list[str], list[torch.nn.Linear]]:
-    """What one process gets from the batches of all: digests of the parameters that are added up in the same order and
-    precision, and models trained on the union of the batches."""
+def reference(peers: list[Volunteer], samples: int, target_steps: int) -> list[str]:
+    """Digests of the parameters that one process gets from the batches of all, by step.
+
+    It adds them up in the same order and precision, and so comes near to training on the union of the batches.
+    """
     exact, plain = model(SIZE), model(SIZE)
     optimizer = torch.optim.AdamW(exact.parameters(), lr=0.01)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     by_id = {peer.wait_for("joined")["peer_id"]: peer for peer in peers}
-    digests, models = [], []
+    digests = []
     calls = {peer: 0 for peer in by_id}
     for step in range(1, target_steps + 1):
         total, weight, inputs = None, 0, []
@@ -49,11 +53,9 @@ def reference(peers: list[Volunteer], samples: int, target_steps: int) -> tuple[
         plain_optimizer.zero_grad()
         loss_of(plain, torch.cat(inputs)).backward()
         plain_optimizer.step()
-        models.append(model(SIZE))
-        models[-1].load_state_dict(plain.state_dict())
     for parameter, other in zip(exact.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
-    return digests, models
+    return digests
 
 
 def finish(peers: list[Volunteer]) -> None:
@@ -80,7 +82,7 @@ def test_four_peers_of_whom_one_is_killed_train_as_one_process_does() -> None:
         *survivors, killed = peers
         killed.wait_for("struck")
         finish(survivors)
-        digests, _ = reference(peers, samples=4, target_steps=4)
+        digests = reference(peers, samples=4, target_steps=4)
         for peer in survivors:
             steps = peer.steps()
             assert [steps[step]["digest"] for step in range(1, 5)] == digests
@@ -105,3 +107,19 @@ def test_survivors_of_a_failure_stay_equal_and_go_on(moment: str, name: str) -> 
             survivors = peers
         finish(survivors)
         require_equal(peers, 1, 5)
+
+
+@SLOW
+def test_two_trainers_end_with_equal_parameters() -> None:
+    with volunteers([{}, {}], program="tests.training.trainer_volunteer") as peers:
+        joined = [peer.wait_for("joined")["digest"] for peer in peers]
+        assert joined[0] == joined[1]
+        for peer in peers:
+            peer.go()
+        done = [peer.wait_for("done") for peer in peers]
+        for peer in peers:
+            peer.finish()
+        assert done[0]["digest"] == done[1]["digest"] != joined[0]
+        for said in done:
+            assert said["steps"] == STEPS and said["members"] == 2
+            assert mean(said["losses"][-10:]) < 0.5 * mean(said["losses"][:4])
