@@ -131,9 +131,9 @@ def test_a_caption_that_cannot_be_drawn_is_refused(tmp_path):
 
 
 def test_a_mixture_learns_more_than_one_expert_though_some_die(tmp_path):
-    printed = run("experts.py", "--steps", "150", cache=tmp_path)
+    printed = run("experts.py", "--steps", "90", cache=tmp_path)
     assert "killed the server of" in printed and "2 of 2 new experts are in use" in printed
-    found = re.search(r"after 150 steps: ([\d.]+) with one expert, ([\d.]+) with the mixture", printed)
+    found = re.search(r"after 90 steps: ([\d.]+) with one expert, ([\d.]+) with the mixture", printed)
     assert float(found[2]) < float(found[1]) - 0.03
 
 
