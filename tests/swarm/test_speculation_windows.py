@@ -14,14 +14,15 @@ from tests.drafts import Always, KnowingDraft
 from tests.swarm.pair import Pair, random_ids, started
 from tests.zoo import SLIDING
 
-NEW_TOKENS = 130
+NEW_TOKENS = 260
 SOME_PASSES = 40  # after which windows have forgotten what is settled
 PROMPT = random_ids(1, 7, seed=1)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
-    with started(tmp_path_factory.mktemp("sliding"), "0:6", name="mistral-sliding") as pair:
+    config = {"max_position_embeddings": 2 * NEW_TOKENS}
+    with started(tmp_path_factory.mktemp("sliding"), "0:6", name="mistral-sliding", config=config) as pair:
         yield pair
 
 

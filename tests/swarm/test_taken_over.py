@@ -79,6 +79,44 @@ def test_one_that_has_begun_alone_goes_on_with_those_that_come(pair, taken_over,
     assert cache.session.stats.replayed_tokens == 0  # its session was still open
 
 
+class Interrupted(Gate):
+    """Raises at its sixth token, when the cache has as many positions."""
+
+    def __init__(self, cache: Cache, at_length: int) -> None:
+        super().__init__(num_tokens=1)
+        self._cache, self._at_length = cache, at_length
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if len(self.got) > 6:
+            wait_for(lambda: self._cache.get_seq_length() >= self._at_length, "the loop is ahead of its listener")
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [(1, 0), (1, 12), (3, 8)], ids=["without-guesses", "guesses", "rows-of-guesses"])
+@pytest.mark.parametrize("has_company", [False, True], ids=["alone", "among-others"])
+def test_after_an_interruption_a_cache_is_where_the_text_is(pair, taken_over, monkeypatch, size, has_company):
+    ids = random_ids(1, 5, seed=3)
+    whole = pair.whole.generate(ids, max_new_tokens=40, do_sample=False)
+    monkeypatch.setattr(pair.remote, "speculation", Always(KnowingDraft([whole[0].tolist()], 1.0), *size))
+    cache = pair.remote.new_cache()
+    first = Interrupted(cache, 5 + 9 if has_company else 0)
+    options = {"max_new_tokens": 40, "do_sample": False, "past_key_values": cache}
+    with ThreadPoolExecutor(1) as pool, another_under_way(pair) if has_company else nullcontext():
+        beginning = pool.submit(pair.remote.generate, ids, streamer=first, **options)
+        assert has_company or first.arrived.wait(DEADLINE_S)
+        first.opened.set()
+        with pytest.raises(KeyboardInterrupt):
+            beginning.result()
+    written = torch.tensor([[*first.got[0], *(token for got in first.got[1:] for token in got)]])
+    assert torch.equal(written, whole[:, : 5 + 6]) and len(taken_over) == has_company
+    assert cache.get_seq_length() == written.shape[1] - 1
+    monkeypatch.undo()
+    longer = torch.cat([written, random_ids(1, 2, seed=5)], 1)
+    again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
+    assert torch.equal(again, pair.whole.generate(longer, **GREEDY))
+
+
 def test_one_that_was_taken_over_gives_its_room_back_at_once(pair, monkeypatch):
     """Nothing is left of its session, not even in cycles of references, which would be collected some time."""
     ids, first = random_ids(1, 5, seed=3), Gate(num_tokens=2)
@@ -126,41 +164,3 @@ def test_a_text_that_ends_among_guesses_leaves_none_of_them_in_its_session(pair,
         coming.result()
     assert torch.equal(output, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
-
-
-class Interrupted(Gate):
-    """Raises at its sixth token, when the cache has as many positions."""
-
-    def __init__(self, cache: Cache, at_length: int) -> None:
-        super().__init__(num_tokens=1)
-        self._cache, self._at_length = cache, at_length
-
-    def put(self, value: torch.Tensor) -> None:
-        super().put(value)
-        if len(self.got) > 6:
-            wait_for(lambda: self._cache.get_seq_length() >= self._at_length, "the loop is ahead of its listener")
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("size", [(1, 0), (1, 12), (3, 8)], ids=["without-guesses", "guesses", "rows-of-guesses"])
-@pytest.mark.parametrize("has_company", [False, True], ids=["alone", "among-others"])
-def test_after_an_interruption_a_cache_is_where_the_text_is(pair, taken_over, monkeypatch, size, has_company):
-    ids = random_ids(1, 5, seed=3)
-    whole = pair.whole.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr(pair.remote, "speculation", Always(KnowingDraft([whole[0].tolist()], 1.0), *size))
-    cache = pair.remote.new_cache()
-    first = Interrupted(cache, 5 + 9 if has_company else 0)
-    options = {"max_new_tokens": 40, "do_sample": False, "past_key_values": cache}
-    with ThreadPoolExecutor(1) as pool, another_under_way(pair) if has_company else nullcontext():
-        beginning = pool.submit(pair.remote.generate, ids, streamer=first, **options)
-        assert has_company or first.arrived.wait(DEADLINE_S)
-        first.opened.set()
-        with pytest.raises(KeyboardInterrupt):
-            beginning.result()
-    written = torch.tensor([[*first.got[0], *(token for got in first.got[1:] for token in got)]])
-    assert torch.equal(written, whole[:, : 5 + 6]) and len(taken_over) == has_company
-    assert cache.get_seq_length() == written.shape[1] - 1
-    monkeypatch.undo()
-    longer = torch.cat([written, random_ids(1, 2, seed=5)], 1)
-    again = pair.remote.generate(longer, past_key_values=cache, **GREEDY)
-    assert torch.equal(again, pair.whole.generate(longer, **GREEDY))

@@ -63,7 +63,7 @@ async def test_one_member_that_denies_it_takes_no_server_out_of_the_swarm(
     can_start_again: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    members = [f"/ip4/192.0.2.{number}/tcp/1/p2p/{PEER_ID}{number}" for number in range(10, 10 + len(said))]
+    members = [f"/ip4/192.0.2.{number}/tcp/1/p2p/{identity(number).peer_id}" for number in range(10, 10 + len(said))]
 
     async def asked(_streams: Any, peer: str, _addresses: Any) -> pb.DialedBack:
         return said[members.index(peer)]
