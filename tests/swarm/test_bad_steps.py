@@ -213,16 +213,6 @@ def test_requests_that_end_a_session(target, name):
     assert_one_sentence(answer.details, sentence)
 
 
-def test_changes_of_an_empty_session(target):
-    """Nothing to do, and nothing to complain of."""
-    changes = [
-        pb.Change(reorder=pb.Reorder(indices=[0])),
-        pb.Change(crop=pb.Crop(length=0)),
-        pb.Change(record_past=pb.RecordPast()),
-    ]
-    assert_session_works(target.talk(target.open(), target.step(changes=changes), CLOSE), target, 1)
-
-
 def test_parts_of_a_refused_step_are_passed_over(target):
     too_long = target.step(hidden=header(1, POSITIONS + 1, HIDDEN))
     answer = target.talk(target.open(), too_long, MORE, MORE, target.step(), CLOSE)

@@ -60,24 +60,25 @@ def run_in_swarm(swarm: str, cache_home: Path) -> Callable[..., str]:
     return run_in_swarm
 
 
-def test_lora_teaches_a_habit(run_in_swarm):
-    printed = run_in_swarm("finetune_lora.py")
+def assert_learned(printed: str) -> None:
     found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
     assert found[1] == "0" and int(found[2]) >= 5
+
+
+def test_lora_teaches_a_habit(run_in_swarm):
+    assert_learned(run_in_swarm("finetune_lora.py"))
 
 
 def test_two_clients_teach_one_adapter(tmp_path):
     printed = run("lora_together.py", "--output", str(tmp_path / "adapter"), cache=tmp_path)
-    found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
-    assert found[1] == "0" and int(found[2]) >= 5
+    assert_learned(printed)
     assert "the same adapter, bit for bit" in printed
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
 def test_prompts_teach_a_habit(run_in_swarm, tmp_path):
     printed = run_in_swarm("finetune_prompts.py", "--output", str(tmp_path / "prompts"))
-    found = re.search(r"begins (\d) of 6 descriptions before, (\d) of 6 after", printed)
-    assert found[1] == "0" and int(found[2]) >= 5
+    assert_learned(printed)
     assert (tmp_path / "prompts" / "prompts.safetensors").exists()
 
 

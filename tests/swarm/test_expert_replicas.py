@@ -150,7 +150,7 @@ def test_saved_experts_are_loaded_from_replicas_only_if_those_are_newer(tmp_path
         older = expert.state()  # saved when it ended
         with (
             ExpertServer(replace(config, directory=None, cells=(cell,))) as third,
-            ExpertClient(peers_of(first)) as client,
+            ExpertClient(first.initial_peers) as client,
         ):
             train(client, cell, range(2, 4))
             newer = third.experts[cell].state()
@@ -158,12 +158,8 @@ def test_saved_experts_are_loaded_from_replicas_only_if_those_are_newer(tmp_path
             assert_same(again.experts[cell].state(), newer)
         assert_same(newer, replayed(older, range(2, 4)))
         alone = ExpertServer(replace(config, initial_peers=(), replicas=0))
-        with alone, ExpertClient(peers_of(alone)) as client:  # what the keeper has is older from now on
+        with alone, ExpertClient(alone.initial_peers) as client:  # what the keeper has is older from now on
             train(client, cell, range(4, 6))
             newest = alone.experts[cell].state()
         with ExpertServer(config) as again:
             assert_same(again.experts[cell].state(), newest)
-
-
-def peers_of(server: ExpertServer) -> list[str]:
-    return server.initial_peers

@@ -162,13 +162,6 @@ def test_sequence_classification(tmp_path, padded):
 # ------------------------------------------------------------ the client's part
 
 
-def test_the_client_holds_the_stock_class_without_blocks(pair):
-    assert type(pair.remote).__name__ == "LlamaForCausalLM"
-    assert isinstance(pair.remote, type(pair.whole))
-    in_blocks = sum(parameter.numel() for parameter in pair.whole.model.layers.parameters())
-    assert pair.remote.num_parameters() == pair.whole.num_parameters() - in_blocks
-
-
 def test_a_closed_model_says_so(pair, repetitive):
     with DistributedModel.from_pretrained(
         pair.servers.model, initial_peers=pair.servers.initial_peers, swarm=pair.servers.swarm

@@ -43,7 +43,6 @@ def test_killed_between_two_steps(client, moments):
 
 @pytest.mark.promise("a server that hangs is replaced while its machine still holds the connection")
 def test_hangs(connect, moments):
-    """Its machine still holds the connection."""
     client = connect(timeouts=Timeouts(probe_after_s=0.2, probe_s=5.0))
     moments.before_step(5, lambda: client.server(1).signal(signal.SIGSTOP))
     client.generate(PROMPT)
