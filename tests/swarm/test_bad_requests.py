@@ -7,16 +7,7 @@ import torch
 
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import WIRE_VERSION
-from tests.swarm.target import (
-    BAD_INPUTS,
-    INVALID,
-    MOVED,
-    TOKENS,
-    assert_refused,
-    filled,
-    header,
-    wire,
-)
+from tests.swarm.target import BAD_INPUTS, INVALID, MOVED, TOKENS, assert_refused, filled, header, wire
 from tests.zoo import HIDDEN
 
 pytestmark = pytest.mark.promise("a request that is wrong is refused in one sentence, and the server goes on")

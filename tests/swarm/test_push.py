@@ -17,16 +17,7 @@ from swarm_protocol.wire.codec import decode
 from swarm_protocol.wire.session_keys import push_key_of
 from swarm_server.net.push import ChannelPool
 from tests.swarm.pair import NEW_TOKENS, random_ids
-from tests.swarm.target import (
-    CLOSE,
-    INVALID,
-    TOKENS,
-    UNKNOWN,
-    assert_close,
-    assert_refused,
-    header,
-    wire,
-)
+from tests.swarm.target import CLOSE, INVALID, TOKENS, UNKNOWN, assert_close, assert_refused, header, wire
 from tests.zoo import HIDDEN
 
 SPANS = ("0:2", "2:5", "5:6")

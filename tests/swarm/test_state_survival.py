@@ -51,10 +51,7 @@ SURVIVES = pytest.mark.promise("recurrent models survive a death")
 
 @pytest.mark.parametrize(
     ("checkpoint", "ending", "options"),
-    [
-        pytest.param("qwen3_next", signal.SIGKILL, {}, marks=SURVIVES),
-        ("jamba", signal.SIGTERM, {"num_beams": 3}),
-    ],
+    [pytest.param("qwen3_next", signal.SIGKILL, {}, marks=SURVIVES), ("jamba", signal.SIGTERM, {"num_beams": 3})],
     indirect=["checkpoint"],
     ids=["killed-greedy", "leaving-beams"],
 )
