@@ -63,9 +63,9 @@ def test_every_family_is_computed_with_what_a_server_has_imported(tmp_path: Path
     expected = {}
     for name in OTHERS:
         save_checkpoint(name, tmp_path / name)
-        family, mask = ModelCheckpoint.open(tmp_path / name).family, torch.ones(2, PROMPT, dtype=torch.long)
-        positions = torch.arange(PROMPT).expand(2, -1)
-        hidden, expected[name] = around_blocks(local_model(tmp_path / name), family, prompt(), mask, positions)
+        family, whole = ModelCheckpoint.open(tmp_path / name).family, local_model(tmp_path / name).base_model
+        mask, positions = torch.ones(2, PROMPT, dtype=torch.long), torch.arange(PROMPT).expand(2, -1)
+        hidden, expected[name] = around_blocks(whole, family, prompt(), mask, positions)
         torch.save(hidden, tmp_path / name / "hidden.pt")
     command = [sys.executable, "-c", COMPUTE, str(BLOCKS), *(str(tmp_path / name) for name in OTHERS)]
     result = subprocess.run(command, capture_output=True, text=True)

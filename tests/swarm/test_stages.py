@@ -120,7 +120,7 @@ def test_a_run_file_with_local_steps_and_layers_between_stages_trains_and_is_exp
 
     asyncio.run(scenario())
     assert any(line.endswith("after step 2") for line in said) and any("the outer optimizer" in line for line in said)
-    assert "which no stock model has" in said[-1]
+    assert any("which no stock model has" in line for line in said)
     stages = [build(file, stage_source(file), index, training_config(file)).stage for index in range(2)]
     before = {name: each for stage in stages for name, each in zip(stage.names, stage.parameters, strict=True)}
     after = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
