@@ -39,6 +39,20 @@ def test_of_a_forward_pass(pair, use_cache):
     assert_close(remote.logits, whole.logits)
 
 
+@CACHED
+def test_of_the_base_model_by_its_config_and_as_a_tuple(pair, use_cache):
+    states = []
+    for model in (pair.whole, pair.remote):
+        model.config.output_hidden_states = True
+        try:
+            with torch.no_grad():
+                output = model.model(IDS, use_cache=use_cache, return_dict=False)
+        finally:
+            model.config.output_hidden_states = False
+        states.append(output[-1])
+    assert_same_states(states[1], states[0])
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["greedy", "beams", "no-cache"])
 def test_of_a_generation(pair, options):
     options = {"output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False, **options}

@@ -65,6 +65,15 @@ def test_sampling_draws_from_the_same_random_numbers(pair, submitted):
     assert torch.equal(torch.rand(1), after) and len(submitted) == 1
 
 
+def test_a_streamer_gets_prompt_tokens_and_end(pair, submitted):
+    ids, stream = random_ids(1, 4, seed=0), Gate()
+    stream.opened.set()
+    with another_under_way(pair):
+        output = pair.remote.generate(ids, streamer=stream, **GREEDY)
+    assert stream.got == [ids[0].tolist(), *([token] for token in output[0, 4:].tolist())]
+    assert stream.num_ends == 1 and len(submitted) == 1
+
+
 class Favourite(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         return scores.index_fill(1, torch.tensor([11]), 1e4)  # type: ignore[return-value]
