@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from random import SystemRandom
+from threading import Thread
 from typing import Any, TypeVar
+
+import pytest
 
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
@@ -41,6 +45,37 @@ def server_record(peer_id: str = "peer", blocks: str = "0:4", **fields: Any) -> 
     """An online server of a model with 8 blocks."""
     known = dict(addresses=("127.0.0.1:1",), model="model", revision="revision", num_blocks=8, tokens_per_s=10.0)
     return ServerRecord(peer_id=peer_id, span=Span.parse(blocks), **(known | fields))
+
+
+@contextmanager
+def http_server(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[str]:
+    """The URL of a server on this machine, which answers each GET with this status and body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answer(self)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object], code: int = 2) -> str:
+    """Return the error with which a command ends: one sentence, and this exit code."""
+    with pytest.raises(SystemExit) as end:
+        run()
+    said = capsys.readouterr().err
+    assert end.value.code == code and said.startswith("error: ") and said.count("\n") == 1
+    return said
 
 
 def quiet_port() -> int:

@@ -7,9 +7,7 @@ import re
 import shutil
 import subprocess
 from fnmatch import fnmatch
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ from swarm_cli import command_line as client
 from swarm_cli.commands.serve import serve_command
 from swarm_server import command_line as server
 from tests.unit.deploy.places import DEPLOY, ROOT
+from tests.unit.support import http_server
 
 DOCKERFILE = DEPLOY / "Dockerfile"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -156,18 +155,8 @@ def test_prometheus_asks_what_compose_starts() -> None:
     ],
 )
 def test_what_a_healthy_container_says(path: str, status: int, body: str, expected: str | None) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_words: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as http:
-        Thread(target=http.handle_request, daemon=True).start()
-        found = problem(f"http://127.0.0.1:{http.server_port}{path}")
+    with http_server(lambda _request: (status, body.encode())) as url:
+        found = problem(url + path)
     assert found is None if expected is None else expected in (found or "")
 
 

@@ -6,10 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from swarm_server import command_line as server
 from tests.unit.deploy.exported import state_text
 from tests.unit.deploy.places import DEPLOY
 from tests.unit.deploy.test_containers import API_PORT, METRICS_PORT, instructions, last, service
+from tests.unit.support import http_server
 
 KUBERNETES = DEPLOY / "kubernetes"
 KUSTOMIZATION = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
@@ -182,28 +180,10 @@ def test_they_may_do_as_little_as_with_compose() -> None:
 # ------------------------------------------------------------ how pods find the swarm
 
 
-class _Metrics(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(state_text(PEER).encode())
-
-    def log_message(self, *_words: object) -> None:
-        pass
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with HTTPServer(("127.0.0.1", 0), _Metrics) as http:
-        thread = Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield http.server_port
-        http.shutdown()
-        thread.join()
-
-
-def test_a_servers_address_is_made_of_its_metrics(port: int) -> None:
-    assert join.member("127.0.0.1", port) == f"/ip4/127.0.0.1/tcp/31338/p2p/{PEER}"
+def test_a_servers_address_is_made_of_its_metrics() -> None:
+    with http_server(lambda _request: (200, state_text(PEER).encode())) as url:
+        port = int(url.rpartition(":")[2])
+        assert join.member("127.0.0.1", port) == f"/ip4/127.0.0.1/tcp/31338/p2p/{PEER}"
     assert join.member("127.0.0.1", 9) is None
 
 

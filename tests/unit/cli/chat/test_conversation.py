@@ -75,7 +75,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.mark.parametrize(("template", "between"), [(None, "\n"), (TEMPLATE, "</s><user>")])
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_end_of_an_answer_stands_there_as_the_template_has_it(tokenizer, template, between, ends):
-    """Once or not at all, whether the model has said it or was stopped."""
     tokenizer.chat_template = template
     answer = tokenizer.encode(" integers", add_special_tokens=False) + [tokenizer.eos_token_id] * ends
     model = Model(answer, answer)
@@ -109,7 +108,6 @@ def test_a_line_without_tokens(tokenizer):
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 @pytest.mark.parametrize("system", ["", "Be brief."])
 def test_the_model_reads_a_system_prompt_where_there_is_one_and_a_template_for_it(tokenizer, template, system):
-    """Without a template the prompt is only kept, for a model that has one."""
     tokenizer.chat_template = template
     model = Model(tokenizer.encode(" integers", add_special_tokens=False))
     conversation = Conversation(model, tokenizer, TextOptions())

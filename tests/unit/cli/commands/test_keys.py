@@ -18,6 +18,7 @@ from swarm_protocol.access.membership import MemberCredentials
 from swarm_protocol.access.tokens import Role
 from swarm_server.core.access import server_access
 from swarm_server.core.config import ServerConfig
+from tests.unit.support import refusal
 
 Keys = Callable[..., str]
 
@@ -36,15 +37,6 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         return capsys.readouterr().out
 
     return run
-
-
-def refused(keys: Keys, capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """The sentence, when it ends with this code."""
-    with pytest.raises(SystemExit) as end:
-        keys(*arguments)
-    said = capsys.readouterr()
-    assert end.value.code == code and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
 
 
 def grant(keys: Keys, role: str, name: str, *more: str) -> str:
@@ -72,7 +64,7 @@ def test_a_key_is_made_once_and_its_public_half_printed(keys: Keys, tmp_path: Pa
     assert re.fullmatch("[a-z2-7]{52}\n", keys("create"))
     path = tmp_path / "config" / "swarm" / "organiser.key"
     assert path.stat().st_mode & 0o777 == 0o600
-    assert "exists already" in refused(keys, capsys, 1, "create")
+    assert "exists already" in refusal(capsys, lambda: keys("create"), 1)
     assert re.fullmatch("[a-z2-7]{52}\n", keys("create", "--out", "other.key"))
     assert Path("other.key").stat().st_mode & 0o777 == 0o600
 
@@ -87,7 +79,9 @@ def test_a_grant_is_one_file_that_makes_a_member(keys: Keys, capsys) -> None:
     found = MemberCredentials.read(path, {}).grant
     assert (found.name, found.role) == ("ada", Role.SERVER)
     assert abs(found.expires_at - time.time() - 30 * 24 * 3600) < 3600
-    assert "exists already" in refused(keys, capsys, 1, "grant", "--role", "client", "--name", "ada", "--days", "1")
+    assert "exists already" in refusal(
+        capsys, lambda: keys("grant", "--role", "client", "--name", "ada", "--days", "1"), 1
+    )
     assert len(json.loads(keys("list", "--json"))) == 1  # no other than what was written
 
 
@@ -110,7 +104,7 @@ def test_the_list_shows_what_became_of_every_grant(keys: Keys, capsys) -> None:
     keys("create")
     for role, name in [("server", "ada"), ("trainer", "bob"), ("client", "eve")]:
         grant(keys, role, name)
-    said = refused(keys, capsys, 1, "revoke", "eve", "--swarm", "that-does-not-run")
+    said = refusal(capsys, lambda: keys("revoke", "eve", "--swarm", "that-does-not-run"), 1)
     assert "the swarm has not received the revocation" in said and "swarm keys publish" in said
     rows = [re.split(r"\s\s+", line) for line in keys("list").splitlines()]
     assert rows[0] == ["name", "role", "expires", "state", "peer", "id"]
@@ -139,13 +133,13 @@ def test_the_list_shows_what_became_of_every_grant(keys: Keys, capsys) -> None:
 )
 def test_mistakes_are_one_sentence(keys: Keys, capsys, arguments: tuple[str, ...], sentence: str) -> None:
     keys("create")
-    assert sentence in refused(keys, capsys, 2, *arguments)
+    assert sentence in refusal(capsys, lambda: keys(*arguments), 2)
     assert list(Path().iterdir()) == []
 
 
 def test_who_was_never_granted_is_not_revoked(keys: Keys, capsys) -> None:
     keys("create")
-    assert "there is no grant of 'nobody'" in refused(keys, capsys, 1, "revoke", "nobody")
+    assert "there is no grant of 'nobody'" in refusal(capsys, lambda: keys("revoke", "nobody"), 1)
 
 
 def test_a_swarm_key_alone_makes_a_client_that_trusts_members_only(keys: Keys) -> None:

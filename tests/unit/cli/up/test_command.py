@@ -13,16 +13,13 @@ from swarm_cli.command_line import main, parse_args
 from swarm_cli.up import running, supervisor
 from swarm_cli.up.command import up_command
 from swarm_protocol.access.member_flags import ENVIRONMENT
+from tests.unit.support import refusal
 
 PEER = "/ip4/192.168.1.10/tcp/31337/p2p/QmWuXJM1v3RHh9tF3Sy7Xrrn2zvhDQQpuBLRU7QLR5PaMd"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    with pytest.raises(SystemExit) as end:
-        main(["up", "--port", "0", *flags])
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+    return refusal(capsys, lambda: main(["up", "--port", "0", *flags]))
 
 
 @pytest.mark.parametrize(

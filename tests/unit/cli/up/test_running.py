@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from swarm_cli.up import running
 from swarm_cli.up.running import is_browser_wanted, look_at, open_page, run_up
 from swarm_protocol.errors import SwarmError
+from tests.unit.support import http_server
 
 PAGE = "http://127.0.0.1:8000/"
 JOIN = "swarm server --initial-peers /ip4/192.168.1.10/tcp/1/p2p/Qm"
@@ -174,28 +175,13 @@ def test_the_page_is_opened_and_a_missing_browser_is_no_error(monkeypatch: pytes
     assert is_done.wait(60) and opened == [PAGE]
 
 
-@pytest.fixture
-def gateway() -> Iterator[str]:
-    """A gateway that wants a key; its pages."""
+def test_the_monitor_is_asked_with_a_key_and_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        is_right = (request.path, request.headers["Authorization"]) == ("/api/v1/swarm", "Bearer sk-ada")
+        return 200 if is_right else 401, json.dumps(UP).encode()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_right = (self.path, self.headers["Authorization"]) == ("/api/v1/swarm", "Bearer sk-ada")
-            self.send_response(200 if is_right else 401)
-            self.end_headers()
-            self.wfile.write(json.dumps(UP).encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-
-
-def test_the_monitor_is_asked_with_a_key_and_without_a_proxy(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert look_at(gateway, ["sk-ada"]) == UP
-    assert look_at(gateway) is None
+    with http_server(answer) as gateway:
+        assert look_at(f"{gateway}/", ["sk-ada"]) == UP
+        assert look_at(f"{gateway}/") is None
     assert look_at("http://127.0.0.1:1/") is None

@@ -65,12 +65,6 @@ def test_a_child_that_is_killed_is_named_and_the_others_end(start, tmp_path) -> 
     assert (tmp_path / "ended").read_text().split() == ["first"]
 
 
-def test_a_child_that_ends_by_itself_is_named(start) -> None:
-    with pytest.raises(SwarmError, match=r"^the only one ended with exit code 3$"), Supervisor() as supervisor:
-        supervisor.add(start("only one", "import sys; sys.exit(3)"))
-        supervisor.wait_for(lambda: None)
-
-
 def test_a_child_that_does_not_end_is_killed(start) -> None:
     with Supervisor() as supervisor:
         child = supervisor.add(start("deaf", DEAF, 0.0))

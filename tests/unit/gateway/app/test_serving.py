@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from pathlib import Path
 
 import pytest
 
 from swarm_cli.command_line import main, parse_args
 from swarm_cli.commands.serve import serve_command
-from swarm_gateway.app.serving import ServeSettings, listen
+from swarm_gateway.app.serving import listen
+from tests.unit.support import refusal
 
 
 def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    """The sentence of a wrong command line."""
-    with pytest.raises(SystemExit) as end:
-        main(["serve", *flags])
-    said = capsys.readouterr()
-    assert end.value.code == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+    return refusal(capsys, lambda: main(["serve", *flags]))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.10", "::", "example.org"])
@@ -62,9 +57,3 @@ def test_a_port_in_use() -> None:
     assert "\n" not in str(refusal.value)
     with pytest.raises(ValueError, match="cannot listen on port 1 of 192"):
         listen("192.0.2.1", 1)  # of no machine: RFC 5737
-
-
-def test_a_free_port() -> None:
-    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
-        assert listener.getsockname()[1] > 0
-    assert ServeSettings(port=0).limits.max_active == 64
