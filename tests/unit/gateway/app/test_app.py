@@ -243,12 +243,6 @@ def test_a_prompt_that_fills_the_model_may_be_scored(serve: Any) -> None:
         gateway.client().completions.create(**ask, max_tokens=1)
 
 
-def test_the_end_token_is_no_text(gateway: Gateway) -> None:
-    gateway.batcher.says = [*encode(gateway.tokenizer, "so"), 1]
-    answer = gateway.client().completions.create(**COMPLETE, logprobs=0)
-    assert answer.choices[0].text == "so" and "</s>" not in answer.choices[0].logprobs.tokens
-
-
 def test_what_is_asked_for_reaches_the_loop(gateway: Gateway) -> None:
     options = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5}
     gateway.client().completions.create(
@@ -278,11 +272,12 @@ def test_tokens_that_end_an_answer(gateway: Gateway, more: dict[str, Any], found
     assert gateway.batcher.generations[0].request.config.eos_token_id == found
 
 
-def test_a_token_that_ends_an_answer_is_no_text(gateway: Gateway) -> None:
-    gateway.says("a list")
-    last = gateway.batcher.says[-1]
-    choice = gateway.client().completions.create(**COMPLETE, extra_body={"stop_token_ids": [last]}).choices[0]
-    assert (choice.text, choice.finish_reason) == (gateway.tokenizer.decode(gateway.batcher.says[:-1]), "stop")
+@pytest.mark.parametrize(("last", "more"), [(1, {}), (7, {"stop_token_ids": [7]})])
+def test_a_token_that_ends_an_answer_is_no_text(gateway: Gateway, last: int, more: dict[str, Any]) -> None:
+    gateway.batcher.says = [*encode(gateway.tokenizer, "a list"), last]
+    choice = gateway.client().completions.create(**COMPLETE, logprobs=0, extra_body=more).choices[0]
+    assert (choice.text, choice.finish_reason) == ("a list", "stop")
+    assert len(choice.logprobs.tokens) == len(gateway.batcher.says) - 1
 
 
 @pytest.mark.parametrize(("top_k", "penalty"), [(-1, {"repeat_penalty": 1.5}), (0, {"repetition_penalty": 1.5})])
@@ -375,12 +370,6 @@ def test_what_completions_do_not_support_is_refused_by_name(gateway: Gateway, mo
     assert refused.value.param == next(iter(more))
 
 
-def test_fields_that_change_nothing_are_taken(gateway: Gateway) -> None:
-    harmless = {"tools": [], "response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}, "user": "ada"}
-    gateway.client().chat.completions.create(**ASK, **harmless, stop=None, logit_bias=None, extra_body={"seed": None})
-    assert len(gateway.batcher.generations) == 1
-
-
 @pytest.mark.parametrize(
     ("content", "type_", "status"),
     [
@@ -411,12 +400,13 @@ def test_who_leaves_while_the_body_is_read_leaves_no_traceback(
     assert "Traceback" not in caplog.text
 
 
-def test_models(gateway: Gateway) -> None:
+def test_models(gateway: Gateway, caller: Gateway) -> None:
     client = gateway.client()
     assert [model.id for model in client.models.list()] == [DEFAULT_MODEL]
     for model in (client.models.retrieve(DEFAULT_MODEL), client.models.list().data[0]):
         assert (model.id, model.context_length, model.max_model_len) == (DEFAULT_MODEL, 1024, 1024)
-        assert model.capabilities == ["completion", "embedding"]
+        assert model.capabilities == ["completion", "embedding"] and model.chat_template is False
+    assert caller.client().models.retrieve(DEFAULT_MODEL).chat_template is True
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("meta-llama/other")
     with pytest.raises(openai.NotFoundError) as missing:
@@ -440,12 +430,6 @@ def test_errors_of_the_swarm(gateway: Gateway) -> None:
     assert TEXT.startswith("".join(said)) and said
 
 
-def test_what_the_loop_refuses(gateway: Gateway) -> None:
-    gateway.batcher.refuses = ValueError("beams are not supported")
-    with pytest.raises(openai.BadRequestError, match="beams are not supported"):
-        gateway.client().chat.completions.create(**ASK)
-
-
 def test_a_template_that_refuses(serve: Any, tokenizer: Any) -> None:
     strict = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     strict.chat_template = "{{ raise_exception('only users may speak') }}"
@@ -467,8 +451,6 @@ def test_keys(serve: Any) -> None:
 
 
 def test_servers_tell_keys_apart_and_cannot_guess_them(serve: Any) -> None:
-    """By names that are other ones in each process."""
-
     def users() -> list[str]:
         gateway = serve(keys=("first", "second"))
         for key in ("first", "second", "first"):
@@ -484,34 +466,21 @@ def test_servers_tell_keys_apart_and_cannot_guess_them(serve: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "status"),
+    ("host", "status"),
     [
-        (("example.org",), 403),
-        (("a{b}.example.org",), 403),
-        (("a b",), 403),
-        (("127.0.0.1.example.org",), 403),
-        (("localhost@example.org",), 403),
-        (("example.org:8000",), 403),
-        (("",), 403),
-        (("localhost",), 200),
-        (("127.0.0.1:8000",), 200),
-        (("[::1]:8000",), 200),
+        ("example.org", 403),
+        ("a b", 403),
+        ("127.0.0.1.example.org", 403),
+        ("localhost@example.org", 403),
+        ("", 403),
+        ("localhost", 200),
+        ("127.0.0.1:8000", 200),
+        ("[::1]:8000", 200),
     ],
 )
-def test_without_keys_pages_of_other_sites_are_refused(gateway: Gateway, hosts: tuple[str, ...], status: int) -> None:
+def test_without_keys_pages_of_other_sites_are_refused(gateway: Gateway, host: str, status: int) -> None:
     """A browser calls this machine so if their name is made to lead here."""
-    headers = [("Host", host) for host in hosts]
-    assert httpx.get(f"{gateway.url}/v1/models", headers=headers, timeout=WAIT_S).status_code == status
-
-
-def test_requests_per_minute(serve: Any) -> None:
-    gateway = serve(GatewayLimits(requests_per_minute=2), keys=("first", "second"))
-    for _ in range(2):
-        gateway.client("first").chat.completions.create(**ASK)
-    with pytest.raises(openai.RateLimitError) as refused:
-        gateway.client("first").chat.completions.create(**ASK)
-    assert 1 <= int(refused.value.response.headers["retry-after"]) <= 60
-    gateway.client("second").chat.completions.create(**ASK)
+    assert httpx.get(f"{gateway.url}/v1/models", headers={"Host": host}, timeout=WAIT_S).status_code == status
 
 
 def test_a_full_queue(serve: Any) -> None:

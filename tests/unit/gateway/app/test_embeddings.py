@@ -15,7 +15,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from swarm_gateway.limits.admission import GatewayLimits
 from swarm_gateway.web.models import mean_hidden
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
-from swarm_protocol.errors import NoRoute
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
 from tests.zoo import SUPPORTED, save_checkpoint
 
@@ -68,15 +67,6 @@ def test_they_wait_in_the_queue_and_leave_it(serve: Serve) -> None:
         assert len(gateway.client().embeddings.create(model=DEFAULT_MODEL, input=TEXTS).data) == len(TEXTS)
     lines = httpx.get(f"{gateway.url}/metrics", timeout=WAIT_S).text.splitlines()
     assert {"swarm_generations_active 0.0", "swarm_generations_queued 0.0"} <= set(lines)
-
-
-def test_errors_of_the_swarm(serve: Serve) -> None:
-    async def fail(_token_ids: Any) -> list[float]:
-        raise NoRoute("no server holds blocks 0:4")
-
-    with pytest.raises(openai.InternalServerError, match="no server holds blocks 0:4") as failed:
-        serve(embed=fail).client().embeddings.create(model=DEFAULT_MODEL, input=TEXTS)
-    assert failed.value.status_code == 503
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

@@ -70,7 +70,7 @@ CLIENTS: dict[str, dict[str, Any]] = {  # what stock clients send
     "llm": {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8, "seed": 3},
     "agents": {"store": False, "service_tier": "auto", "tool_choice": "auto", "tools": [], "prompt_cache_key": "a"},
     "agents' settings": {"store": True, "reasoning_effort": "low", "verbosity": "low", "service_tier": "flex"},
-    "AutoGen": {"messages": [{"role": "user", "content": "Sort", "name": "ada"}]},
+    "AutoGen": {"response_format": {"type": "text"}, "messages": [{"role": "user", "content": "Sort", "name": "ada"}]},
     "LiteLLM": {"messages": [{"role": "user", "content": [CACHED], "cache_control": {"type": "ephemeral"}}]},
     "vLLM's benchmark": {
         "stream": True,

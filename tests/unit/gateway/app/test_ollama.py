@@ -25,12 +25,8 @@ def client(gateway: Gateway, **options: Any) -> ollama.Client:
 def test_a_conversation_whole_and_in_lines(gateway: Gateway) -> None:
     gateway.says("a list of words")
     whole = client(gateway).chat(**ASK)
-    assert (whole.message.role, whole.message.content, whole.done, whole.done_reason) == (
-        "assistant",
-        "a list of words",
-        True,
-        "stop",
-    )
+    assert (whole.message.role, whole.message.content) == ("assistant", "a list of words")
+    assert (whole.done, whole.done_reason) == (True, "stop")
     assert whole.prompt_eval_count == len(gateway.batcher.generations[0].request.prompt)
     assert whole.eval_count == len(gateway.batcher.says) and whole.total_duration >= whole.eval_duration >= 0
     parts = list(client(gateway).chat(**ASK, stream=True))
@@ -67,7 +63,7 @@ def test_options(gateway: Gateway) -> None:
 def test_an_answer_that_follows_a_schema_has_no_other_properties(serve: Serve, tokenizer: Any) -> None:
     gateway = serve(batcher=RandomBatcher(len(tokenizer)))
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    for seed in range(5):
+    for seed in range(2):
         answer = client(gateway).chat(**ASK, format=schema, options={"seed": seed, "num_predict": 500})
         assert answer.done_reason == "length" or list(json.loads(answer.message.content)) == ["age"]
 

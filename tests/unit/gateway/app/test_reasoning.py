@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from random import Random
 from typing import Any
 
 import anthropic
@@ -16,8 +15,9 @@ from tokenizers import AddedToken
 from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader
 from swarm_gateway.answers.reasoning import FORMATS
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from tests.marks import always
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, RandomBatcher, Serve, encode
-from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, TEMPLATES, TOOLS, TURNS
+from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, TEMPLATES, TOOLS, TURNS, read_in_parts
 
 THOUGHT, TEXT = "I add <b> and {.\n\nThen I look.", "a list </b> of words"
 # A chat template, how an answer begins that has reasoning, and its end.
@@ -41,7 +41,7 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=always("<think>", "gpt-oss", among=FAMILIES))
 def family(request: Any) -> str:
     return request.param
 
@@ -108,24 +108,19 @@ def test_reasoning_that_is_cut_is_no_text(serve: Serve, tokenizer: Any, family: 
     assert parts(gateway.client().chat.completions.create(**ask), stream)[:3] == (THOUGHT, "", "length")
 
 
-def test_nothing_is_lost_however_the_text_comes(family: str) -> None:
-    begin, end = FAMILIES[family][1:]
-    regions = next(known.regions for known in FORMATS if known.marker in FAMILIES[family][0])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_nothing_is_lost_however_the_text_comes(name: str) -> None:
+    template, begin, end = FAMILIES[name]
+    regions = next(known.regions for known in FORMATS if known.marker in template)
     for seed in range(20):
-        random, whole = Random(seed), begin + THOUGHT + end + TEXT
-        reader, found, place = AnswerReader(regions), AnswerPiece(), 0
-        while place < len(whole):
-            part = whole[place : place + random.randint(1, 9)]
-            found += reader.put(part)
-            place += len(part)
-        assert found + reader.end() == AnswerPiece(TEXT, THOUGHT)
+        found = read_in_parts(AnswerReader(regions), begin + THOUGHT + end + TEXT, seed)
+        assert found == AnswerPiece(TEXT, THOUGHT)
 
 
 @pytest.mark.parametrize("by_prompt", [False, True])
 def test_an_answer_that_follows_a_schema_after_reasoning(
     serve: Serve, tokenizer: Any, family: str, by_prompt: bool
 ) -> None:
-    """Of a model that would say anything, and is made to end its reasoning soon."""
     begin, end = FAMILIES[family][1:]
     batcher = RandomBatcher(len(tokenizer) + 10)
     gateway = thinker(serve, tokenizer, family, prompt=begin if by_prompt else "", batcher=batcher)

@@ -25,6 +25,13 @@ TOOLS = [
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "input": "Sort"}
 
 
+def ask(gateway: Gateway, stream: bool, **fields: Any) -> Any:
+    if not stream:
+        return gateway.client().responses.create(**ASK | fields)
+    with gateway.client().responses.stream(**ASK | fields) as events:
+        return list(events)[-1].response
+
+
 def test_a_response_whole_and_in_events(gateway: Gateway) -> None:
     gateway.says("a list of words")
     client = gateway.client()
@@ -37,56 +44,32 @@ def test_a_response_whole_and_in_events(gateway: Gateway) -> None:
         events = list(stream)
         last = stream.get_final_response()
     assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == list(range(len(events)))
-    kinds = [event.type for event in events]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "a list of words"
     assert last.output_text == "a list of words" and last.usage == whole.usage
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_that_is_cut_and_an_empty_one(gateway: Gateway, stream: bool) -> None:
-    def ask(**fields: Any) -> Any:
-        if not stream:
-            return gateway.client().responses.create(**ASK | fields)
-        with gateway.client().responses.stream(**ASK | fields) as events:
-            for event in events:
-                last = event
-            return last.response
-
     gateway.says("one two three")
-    cut = ask(max_output_tokens=1)
+    cut = ask(gateway, stream, max_output_tokens=1)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete" and cut.usage.output_tokens == 1
     gateway.says("")
-    assert [item.type for item in ask().output] == ["message"]
+    assert [item.type for item in ask(gateway, stream).output] == ["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_functions(caller: Gateway, stream: bool) -> None:
     caller.says("I look.\n" + CALLS["qwen"])
-    client = caller.client()
-    if stream:
-        with client.responses.stream(**ASK, tools=TOOLS) as events:
-            response = events.get_final_response()
-    else:
-        response = client.responses.create(**ASK, tools=TOOLS)
-    message, *calls = response.output
+    message, *calls = ask(caller, stream, tools=TOOLS).output
     assert message.content[0].text.strip() == "I look."
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": "é"}), ("look", {})]
     assert f"add {json.dumps(ADD, ensure_ascii=False)}look" in caller.prompt
     caller.says(CALLS["qwen"])
-    one = client.responses.create(**ASK, tools=TOOLS, parallel_tool_calls=False)
+    one = ask(caller, stream, tools=TOOLS, parallel_tool_calls=False)
     assert [item.type for item in one.output] == ["function_call"]
 
 
@@ -213,12 +196,7 @@ def test_a_response_that_cannot_be_stored_still_comes(
 
     monkeypatch.setattr(ResponseStore, "add", refuse)
     gateway.says("a list")
-    if stream:
-        with gateway.client().responses.stream(**ASK) as events:
-            found = events.get_final_response()
-    else:
-        found = gateway.client().responses.create(**ASK)
-    assert found.output_text == "a list" and "database or disk is full" in caplog.text
+    assert ask(gateway, stream).output_text == "a list" and "database or disk is full" in caplog.text
 
 
 def response(number: int, previous: str | None = None) -> dict[str, Any]:

@@ -21,11 +21,6 @@ def test_penalties_are_those_of_openai() -> None:
     assert scores.tolist() == [[1.0, -2.0, 3.0, 0.5]]
 
 
-def test_nothing_generated_nothing_penalized() -> None:
-    scores = torch.randn(1, 4)
-    assert torch.equal(Penalties(2, 1.0, 1.0)(torch.tensor([[1, 2]]), scores), scores)
-
-
 def test_bias_is_added() -> None:
     scores = torch.zeros(1, 4)
     assert LogitBias({2: 5.0, 0: -100.0})(torch.tensor([[1]]), scores).tolist() == [[-100.0, 0.0, 5.0, 0.0]]

@@ -75,12 +75,3 @@ def test_what_strangers_call_themselves_is_escaped() -> None:
     event = WrongAnswers(Span(0, 2), "a\x1b[31mb", ())
     assert described(event)["event"]["type"] == "wrong_answers"
     assert "\x1b" not in described(event)["event"]["text"]
-
-
-def test_a_model_says_whether_it_has_a_chat_template(gateway: Gateway) -> None:
-    assert gateway.client().models.retrieve(DEFAULT_MODEL).chat_template is False
-    gateway.tokenizer.chat_template = "{{ messages }}"
-    try:
-        assert gateway.client().models.retrieve(DEFAULT_MODEL).chat_template is True
-    finally:
-        gateway.tokenizer.chat_template = None

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 import json
-from random import Random
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 
-from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader
+from swarm_gateway.answers.answer_reader import AnswerReader
 from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
-from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve, encode
-from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, SINGLE, TEMPLATES, TOOLS, tokenizer_of
+from tests.marks import always
+from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve
+from tests.unit.gateway.app.tool_families import ADD, CALLS, LOOK, SINGLE, TEMPLATES, TOOLS, read_in_parts, tokenizer_of
 
 CLOSED = {"additionalProperties": False}
 NOT_THERE = {"type": "function", "function": {"name": "f"}}
 ASK: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Sort"}], "tools": TOOLS}
 
 
-@pytest.fixture(params=TEMPLATES)
+# One of each way to read calls: JSON alone, JSON between tokens, JSON behind a name, and values in tags.
+@pytest.fixture(params=always("llama", "qwen", "gpt-oss", "glm", among=TEMPLATES))
 def family(request: Any) -> str:
     return request.param
 
@@ -90,14 +91,8 @@ def test_nothing_is_lost_however_the_text_comes(tokenizer: Any, name: str) -> No
     regions = call_regions(tokenizer_of(name, tokenizer))
     broken = whole.replace('{"a": 1,', '{"a": ,') if '{"a"' in whole else whole.replace("add", "other")
     for seed in range(20):
-        random = Random(seed)
         for text, num_calls in ((whole, 1 if name in SINGLE else 2), (broken, 0)):
-            reader, found, place = AnswerReader(regions, TOOLS), AnswerPiece(), 0
-            while place < len(text):
-                part = text[place : place + random.randint(1, 9)]
-                found += reader.put(part)
-                place += len(part)
-            found += reader.end()
+            found = read_in_parts(AnswerReader(regions, TOOLS), text, seed)
             assert (len(found.calls), found.text) == (num_calls, "" if num_calls else broken)
 
 
@@ -105,7 +100,6 @@ def test_nothing_is_lost_however_the_text_comes(tokenizer: Any, name: str) -> No
     ("choice", "special"), [("required", True), ({"type": "function", "function": {"name": "add"}}, False)]
 )
 def test_an_answer_that_must_be_a_call(serve: Serve, tokenizer: Any, family: str, choice: Any, special: bool) -> None:
-    """Of a model that would say anything."""
     own = tokenizer_of(family, tokenizer, special=special)
     gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
     answer = gateway.client().chat.completions.create(**ASK, tool_choice=choice, n=2, seed=1, max_tokens=300)
@@ -158,8 +152,24 @@ def test_formats_are_told_apart() -> None:
     assert call_format_of("{{ messages }} <tool_call> <function=") is None
 
 
-def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
-    gateway = serve(tokenizer=tokenizer_of("qwen", tokenizer))
+ARGUMENTS_AS_TEXT = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (TEMPLATES["qwen"] + "{% endif %}assistant:", 'user: Sort\nassistant: add({"a": 1})\ntool: two\nassistant:'),
+        (ARGUMENTS_AS_TEXT, 'user: Sortassistant: add{"a": 1}tool: two'),
+    ],
+    ids=["arguments-as-objects", "arguments-as-text"],
+)
+def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any, template: str, told: str) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = template
+    gateway = serve(tokenizer=own)
     call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "Sort"},
@@ -167,26 +177,7 @@ def test_what_tools_say_is_in_the_prompt(serve: Serve, tokenizer: Any) -> None:
         {"role": "tool", "tool_call_id": "abc123def", "content": [{"type": "text", "text": "two"}]},
     ]
     gateway.client().chat.completions.create(model=DEFAULT_MODEL, messages=messages)
-    told = 'user: Sort\nassistant: add({"a": 1})\ntool: two\nassistant:'
-    prompt = list(gateway.batcher.generations[0].request.prompt)
-    assert prompt == encode(gateway.tokenizer, told)
-
-
-def test_a_template_that_expects_arguments_as_text(serve: Serve, tokenizer: Any) -> None:
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    gateway = serve(tokenizer=own)
-    call = {"id": "abc123def", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": "Sort"},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "abc123def", "content": "two"},
-    ]
-    gateway.client().chat.completions.create(model=DEFAULT_MODEL, messages=messages)
-    assert gateway.prompt == 'user: Sortassistant: add{"a": 1}tool: two'
+    assert gateway.prompt == told
 
 
 def test_a_call_of_kimi_has_the_id_that_its_template_writes(serve: Serve, tokenizer: Any) -> None:
@@ -205,29 +196,16 @@ def test_a_call_of_kimi_has_the_id_that_its_template_writes(serve: Serve, tokeni
         ({}, {"a": "x y"}),
     ],
 )
-@pytest.mark.parametrize("family", ["glm", "minimax", "qwen coder", "deepseek v3.2"])
 def test_arguments_in_tags_have_the_types_of_their_schema(
-    tokenizer: Any, family: str, parameters: dict[str, Any], arguments: dict[str, Any]
+    tokenizer: Any, parameters: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    tags = {
-        "glm": ("<tool_call>f\n", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n", "</tool_call>"),
-        "minimax": ('<invoke name="f">\n', '<parameter name="{}">{}</parameter>\n', "</invoke>"),
-        "qwen coder": (
-            "<tool_call>\n<function=f>\n",
-            "<parameter={}>\n{}\n</parameter>\n",
-            "</function>\n</tool_call>",
-        ),
-        "deepseek v3.2": (
-            '<｜DSML｜invoke name="f">\n',
-            '<｜DSML｜parameter name="{}" string="true">{}</｜DSML｜parameter>\n',
-            "</｜DSML｜invoke>",
-        ),
-    }[family]
     written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()}
-    answer = tags[0] + "".join(tags[1].format(*item) for item in written.items()) + tags[2]
+    tags = "".join(f'<parameter name="{name}">{value}</parameter>\n' for name, value in written.items())
     function = {"name": "f", "parameters": {"type": "object", **parameters}}
-    reader = AnswerReader(call_regions(tokenizer_of(family, tokenizer)), [{"type": "function", "function": function}])
-    (call,) = (reader.put(answer) + reader.end()).calls
+    reader = AnswerReader(
+        call_regions(tokenizer_of("minimax", tokenizer)), [{"type": "function", "function": function}]
+    )
+    (call,) = (reader.put(f'<invoke name="f">\n{tags}</invoke>') + reader.end()).calls
     assert json.loads(call.arguments) == arguments
 
 

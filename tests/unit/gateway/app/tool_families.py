@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from random import Random
 from typing import Any
 
 from tokenizers import AddedToken
+
+from swarm_gateway.answers.answer_reader import AnswerPiece, AnswerReader
 
 TURNS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
@@ -83,3 +86,13 @@ def tokenizer_of(family: str, tokenizer: Any, *, special: bool = False) -> Any:
         names += re.findall("<[|｜][^<]*[|｜]>|</?arg_[a-z]*>", CALLS[family])
         own.add_special_tokens({"additional_special_tokens": [AddedToken(name, special=True) for name in names]})
     return own
+
+
+def read_in_parts(reader: AnswerReader, text: str, seed: int) -> AnswerPiece:
+    """What the reader makes of a text that comes in parts of any size."""
+    random, found, place = Random(seed), AnswerPiece(), 0
+    while place < len(text):
+        part = text[place : place + random.randint(1, 9)]
+        found += reader.put(part)
+        place += len(part)
+    return found + reader.end()

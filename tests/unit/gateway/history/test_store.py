@@ -53,13 +53,6 @@ def test_samples_are_means_over_minutes_and_hours():
     assert time == NOON and hour.tokens_per_s == pytest.approx(359 / 2)
 
 
-def test_samples_since():
-    history = HistoryStore(None)
-    for number in range(5):
-        history.add_sample(EMPTY, NOON + 10 * number)
-    assert [time for time, _ in history.samples(10, NOON + 25)] == [NOON + 30, NOON + 40]
-
-
 def test_all_is_there_after_a_restart(path):
     first = HistoryStore(path)
     first.add_events([JOINED, replace(JOINED, kind=EventKind.LEFT)], NOON)
@@ -89,13 +82,6 @@ def test_a_half_minute_goes_on_after_a_restart(path):
         history.close()
     ((_, sample),) = HistoryStore(path).samples(60, 0)
     assert sample.tokens_per_s == pytest.approx(2.5)
-
-
-def test_events_are_the_newest_oldest_first():
-    history = HistoryStore(None)
-    history.add_events([JOINED] * 10, NOON)
-    assert [each.id for each in history.events(most=3)] == [8, 9, 10]
-    assert [each.id for each in history.events(after=7, most=9)] == [8, 9, 10]
 
 
 def test_one_process_writes_at_a_time(path):
@@ -133,7 +119,6 @@ def test_it_stays_small(path, monkeypatch):
 
 
 def test_the_size_that_the_documentation_names(path):
-    """Of all that is kept: about 4 MB of samples and 14 MB of events."""
     history = HistoryStore(path)
     sample = SwarmSample(100.0, 99.5, 123.456, 1234.5, 0.0123, 0.456, 1.0)
     with history._writing() as connection:

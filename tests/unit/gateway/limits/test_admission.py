@@ -53,12 +53,6 @@ def test_as_many_are_active_as_may_be() -> None:
     assert has_turn(third) == [True] and queue.num_active == 2
 
 
-def test_more_than_ever_fit_are_refused_for_good() -> None:
-    with pytest.raises(ApiError) as refused:
-        GenerationQueue(GatewayLimits(max_active=2, max_queued=2)).join("a", 5)
-    assert refused.value.status == 400
-
-
 async def test_who_gives_up_waiting_is_passed_over() -> None:
     queue = GenerationQueue(GatewayLimits(max_active=1, max_queued=9))
     (active,), (gone,), (next_,) = queue.join("a", 1), queue.join("b", 1), queue.join("c", 1)
@@ -143,7 +137,6 @@ def filled(waiting: tuple[int, ...]) -> GenerationQueue:
 
 
 def test_no_key_takes_the_places_of_others() -> None:
-    """In every state that can be reached: also by keys that take all they get."""
     states = list(queues())
     assert len(states) > 20
     for queue, waiting in states:

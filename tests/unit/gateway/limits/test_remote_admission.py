@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from swarm_gateway.limits.admission import ApiError, GatewayLimits, LocalAdmission, QueueLoad
-from swarm_gateway.limits.preparing import Preparations
 from swarm_gateway.limits.remote_admission import AdmissionService, RemoteAdmission
 from swarm_protocol.process.routine import end_tasks
 from tests.unit.support import until
@@ -122,12 +121,6 @@ async def test_a_client_that_leaves_while_it_is_admitted_keeps_no_place() -> Non
         await asyncio.wait([joining])
         await until(lambda: joining.cancelled() and admission.own_load == QueueLoad(0, 0))
         assert len(await worker.remote.join("", 6)) == 6
-
-
-async def test_long_requests_are_prepared_one_by_one_in_each_worker() -> None:
-    async with workers(LocalAdmission(LIMITS, num_workers=2), 2) as started:
-        preparations = [Preparations(worker.remote) for worker in started]
-        assert await asyncio.gather(*(each.run("key", 2**21, lambda: 7) for each in preparations * 3)) == [7] * 6
 
 
 async def test_a_worker_learns_that_the_process_that_decides_is_gone() -> None:

@@ -157,13 +157,6 @@ async def test_who_is_dead_or_hangs_does_not_answer_and_is_not_on_the_chain(hang
     assert only(snapshot).replicas == [1] * 8
 
 
-async def test_blocks_of_the_dead_are_missing():
-    net = Net(*TWO_WAYS[:2])
-    del net.alive["b"]
-    snapshot = await monitor(net).look()
-    assert [str(span) for span in only(snapshot).missing] == ["4:8"] and chain(snapshot) == []
-
-
 async def test_load_and_room_are_those_of_now():
     net = Net(server_record("a", "0:8", cache_tokens_left=1000))
     watcher = monitor(net)
@@ -297,7 +290,3 @@ async def test_a_node_that_stays_alone_sees_no_servers():
     net = Net()
     net.is_alone = True
     assert (await monitor(net).look()).models == ()  # whoever joins finds nobody
-
-
-async def test_a_swarm_without_servers():
-    assert (await monitor(Net()).look()).models == ()

@@ -126,11 +126,6 @@ def test_what_does_not_answer_is_marked_and_does_not_count():
     assert line_of(lines, "replicas").split()[1] == "1" * 20
 
 
-def test_blocks_of_who_does_not_answer_are_missing():
-    lines = shown(model(server("aaaaaa", "0:12"), server("bbbbbb", "10:20", answers=False)), width=80)
-    assert lines[-1].startswith("no server holds blocks 12:20; to help")
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -229,12 +224,6 @@ def test_models_share_the_lines():
 def test_a_dht_that_cannot_be_read_is_mentioned(whole):
     note = "the DHT cannot be read at present; the servers shown were read 14 s ago"
     assert shown(whole, 100, stale_s=14.2) == [*shown(whole, 100), note]
-
-
-def test_empty_swarm():
-    output = io.StringIO()
-    show(Console(file=output, width=80), "home", SwarmSnapshot(()))
-    assert output.getvalue() == "swarm home has no servers\n"
 
 
 def test_json_says_the_same(gap):
