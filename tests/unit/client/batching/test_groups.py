@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,22 +13,19 @@ def sizes(num_ready: int, num_rows: int, num_hops: int) -> list[int]:
     return [len(group) for group in groups_of(range(num_ready), num_rows, num_hops)]
 
 
-def test_all_rows_make_a_group_for_each_hop() -> None:
-    assert sizes(16, 16, 1) == [16]
-    assert sizes(16, 16, 2) == [8, 8]
-    assert sizes(7, 7, 3) == [2, 2, 3]
-
-
-def test_some_rows_stay_together_unless_they_are_more_than_one_group() -> None:
-    assert sizes(8, 16, 2) == [8]
-    assert sizes(9, 16, 2) == [9]
-    assert sizes(1, 16, 2) == [1]
-    assert sizes(15, 16, 2) == [7, 8]
-
-
-def test_fewer_rows_than_hops_are_groups_of_one() -> None:
-    assert sizes(2, 2, 5) == [1, 1]
-    assert sizes(0, 0, 0) == []
+@pytest.mark.parametrize(
+    ("num_ready", "num_rows", "num_hops", "expected"),
+    [
+        (16, 16, 1, [16]),  # all rows: a group for each hop
+        (7, 7, 3, [2, 2, 3]),
+        (9, 16, 2, [9]),  # some rows stay together unless they are more than one group
+        (15, 16, 2, [7, 8]),
+        (2, 2, 5, [1, 1]),
+        (0, 0, 0, []),
+    ],
+)
+def test_rows_make_groups_for_each_hop(num_ready: int, num_rows: int, num_hops: int, expected: list[int]) -> None:
+    assert sizes(num_ready, num_rows, num_hops) == expected
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 9))

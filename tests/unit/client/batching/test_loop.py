@@ -137,7 +137,6 @@ def submitted(loop: GenerationLoop, prompt: tuple[int, ...], num_new: int, **opt
 
 
 def test_each_generation_writes_what_it_writes_alone_and_frees_its_room(model: Model, loop: GenerationLoop) -> None:
-    """Prompts and texts have different lengths."""
     all_heard = [submitted(loop, prompt, 4 + 3 * number) for number, prompt in enumerate(PROMPTS)]
     assert [heard.reason for heard in all_heard] == ["length"] * 3
     assert [heard.ids for heard in all_heard] == [
@@ -154,7 +153,6 @@ def test_a_generation_ends_with_its_stop_token(model: Model, loop: GenerationLoo
 
 
 def test_without_stop_tokens_a_generation_is_as_long_as_it_may_be(model: Model, loop: GenerationLoop) -> None:
-    """An empty list says so, whatever the model's own config has."""
     expected = model.alone(PROMPTS[0], 8)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = expected[4], None
     heard = submitted(loop, PROMPTS[0], 8, eos_token_id=[])
@@ -163,7 +161,6 @@ def test_without_stop_tokens_a_generation_is_as_long_as_it_may_be(model: Model, 
 
 @pytest.mark.parametrize("num_new", [0, 3])
 def test_a_prompt_is_scored_by_the_models_own_logits(model: Model, loop: GenerationLoop, num_new: int) -> None:
-    """Its tokens are scored in parts, between which another generation writes."""
     prompt = tuple(torch.randint(VOCAB, (150,)).tolist())
     other = submitted(loop, PROMPTS[0], 8)
     heard, config = Heard(), GenerationConfig(do_sample=False)
@@ -192,7 +189,6 @@ def test_a_session_that_fails_ends_its_own_generation_alone(model: Model, loop: 
 
 
 def test_a_generation_is_computed_in_the_context_of_its_request(model: Model, loop: GenerationLoop) -> None:
-    """Which has the request's trace."""
     heard = []
     for name, prompt in (("first", PROMPTS[0]), ("second", PROMPTS[1])):
         token = REQUEST.set(name)

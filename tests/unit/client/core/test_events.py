@@ -25,7 +25,6 @@ def recovery(stall_s: float) -> Recovery:
     ],
 )
 def test_what_stands_still_at_the_same_time_counts_once(stalls: list[tuple[float, float]], expected_s: float) -> None:
-    """When each was over, and how long it took."""
     clock, events = [0.0], []
     reporter = Reporter(events.append, clock=lambda: clock[0])
     for end_s, seconds in stalls:

@@ -74,27 +74,8 @@ def test_it_guesses_what_the_model_writes(draft, texts):
     assert acceptance >= LEAST_ACCEPTANCE and mean >= LEAST_IN_A_ROW
 
 
-def test_without_the_models_states_it_guesses_less(draft, texts):
-    def acceptance(scale: float) -> float:
-        first = [
-            right
-            for ids, hidden in zip(*texts, strict=True)
-            for right in rounds(draft, ids.tolist(), hidden * scale)[0]
-        ]
-        return sum(first) / len(first)
-
-    assert acceptance(1.0) > acceptance(0.0) + 0.02 > 0.2
-
-
 def test_it_is_small(draft):
     assert (PATH / "draft.safetensors").stat().st_size < 1e6
-
-
-def test_a_model_without_one_has_none(tmp_path):
-    save_checkpoint("llama", tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert own_draft(model) is None
-    assert isinstance(open_speculation("auto", model, ModelCheckpoint.open(tmp_path)).draft, LookupDraft)
 
 
 def test_one_for_another_model_is_left_alone_unless_it_is_asked_for(tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_client.drafts.distilled.draft import DistilledDraft, load_distilled
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
+from tests.marks import SLOW
 from tests.zoo import save_checkpoint
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -34,6 +35,7 @@ def tiny(tmp_path_factory) -> Path:
     return directory
 
 
+@SLOW
 def test_a_draft_is_made_and_the_same_again(script, tiny, tmp_path, capsys):
     for name in ("one", "two"):
         script.main([str(tiny), *FEW, "--steps", "2", "--out", str(tmp_path / name)])
@@ -46,6 +48,7 @@ def test_a_draft_is_made_and_the_same_again(script, tiny, tmp_path, capsys):
     assert load_distilled(tmp_path / "one", model).acceptance == last
 
 
+@SLOW
 def test_it_learns_what_the_model_says(script, tiny):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(tiny).eval()

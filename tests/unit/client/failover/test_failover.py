@@ -94,14 +94,6 @@ def test_neighbours_are_replaced_together_and_others_from_the_last_on():
     assert [link.number for link in state.links] == [0, 1, 8, 4]
 
 
-def test_who_fails_when_asked_is_replaced_as_well():
-    state = FailoverState(CALL, chain(3))
-    state, instructions = after(state, Failed({1: GONE}), HopsAsked({0: DONE}, {2: GONE}))
-    assert instructions == [Blame({2: GONE}, avoid=True), Ask((0,), frozenset({0}))]
-    _, (opening,) = after(state, HopsAsked({0: DONE}, {}))
-    assert opening.span == Span(2, 6)
-
-
 def test_who_has_not_what_was_replayed_to_it_is_not_ready():
     links = chain(3)
     links = (*links[:2], replace(links[2], replayed_number=5, name="late"))
@@ -110,24 +102,6 @@ def test_who_has_not_what_was_replayed_to_it_is_not_ready():
     )
     assert isinstance(blame.errors[2], SessionLost) and str(blame.errors[2]) == "server late was not ready yet"
     assert state.failed.keys() == {0, 2}
-
-
-def test_who_cannot_reach_the_new_ones_is_replaced_as_well():
-    state = FailoverState(CALL, chain(3))
-    state, _ = after(state, Failed({1: GONE}), others(state, 1), ReplicaAsked(None), HopsOpened())
-    state, instructions = after(state, NotConnected({0: GONE}))
-    assert instructions == [AbandonNew(), Blame({0: GONE}, avoid=True), Ask((2,), frozenset())]
-    _, (opening,) = after(state, HopsAsked({2: DONE}, {}))
-    assert opening.span == Span(0, 4)
-
-
-def test_who_was_replaced_is_not_replaced_again():
-    state = FailoverState(CALL, chain(4))
-    state, _ = after(state, Failed({1: GONE, 3: GONE}), others(state, 1, 3), ReplicaAsked(None), HopsOpened())
-    state, _ = after(state, Connected((FailoverHop(9, Span(6, 8), "peer 9"),)), ReplicaAsked(None), HopsOpened())
-    state, (_, _, asking) = after(state, NotConnected({0: GONE}))
-    assert state.failed.keys() == {0, 1}
-    assert asking == Ask((2, 9), frozenset())
 
 
 class TestReplica:
@@ -168,10 +142,10 @@ class TestReplica:
         _, (abandon, opening) = self.asked(ReplicaAsked(standing, next_number=2), length)
         assert abandon == AbandonNew() and opening.span == Span(2, 4)
 
-    @pytest.mark.parametrize(("limit", "kind"), [(1, UseReplica), (0, UseReplica)])
-    def test_one_position_always_fits(self, limit, kind):
+    @pytest.mark.parametrize("limit", [1, 0])
+    def test_one_position_always_fits(self, limit):
         _, instructions = self.asked(ReplicaAsked(HopProgress(98, 9), next_number=2, max_step_tokens=limit))
-        assert isinstance(instructions[-1], kind)
+        assert isinstance(instructions[-1], UseReplica)
 
     def test_what_it_has_missed_must_fit_into_a_step(self):
         progress = replace(CALL, batch_size=3)

@@ -41,11 +41,6 @@ def test_values_out_of_range_say_what_was_expected(options):
         TextOptions(**options)
 
 
-def test_model_without_tokenizer(tmp_path):
-    with pytest.raises(CheckpointError, match="no tokenizer can be read from"):
-        load_tokenizer(str(tmp_path))
-
-
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 CODE = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
 

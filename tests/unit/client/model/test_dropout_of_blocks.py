@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from swarm_client.model.left_out import dropout_of_blocks
 from swarm_models.checkpoints.describing import describe
+from tests.marks import SLOW
 from tests.zoo import make_config
 
 FIELDS = {  # the names that may be dropout, of which some are not in blocks
@@ -52,7 +53,14 @@ def blocks_are_random(config: PreTrainedConfig) -> bool:
     return not torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in FIELDS.items() for field in fields])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        pytest.param(name, field, marks=() if name in ("gpt2", "mpt", "mixtral") else SLOW)
+        for name, fields in FIELDS.items()
+        for field in fields
+    ],
+)
 def test_fields_of_blocks(name, field):
     config = with_one(name, field)
     found = dropout_of_blocks(config, describe(config))

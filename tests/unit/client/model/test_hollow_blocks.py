@@ -17,8 +17,8 @@ from swarm_client import RequestRejected
 from swarm_client.adapters.trained import add_trained
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
-from tests.families import OFTEN_FEW
-from tests.zoo import WITH_STATES, save_checkpoint
+from tests.marks import always
+from tests.zoo import SUPPORTED, WITH_STATES, save_checkpoint
 
 WEIGHTS = r"is on servers, only its shape.*neither have use_dora=True nor an init_lora_weights other than True"
 
@@ -47,7 +47,8 @@ def client(directory) -> PreTrainedModel:
     return client_of(directory)
 
 
-@pytest.mark.parametrize("family", OFTEN_FEW)
+# Linear layers, transposed ones, experts, and blocks with states.
+@pytest.mark.parametrize("family", always("llama", "gpt2", "mixtral", "mamba2", among=SUPPORTED))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_peft_puts_the_same_layers_there(family, tmp_path):
     save_checkpoint(family, tmp_path)
@@ -70,7 +71,7 @@ def test_peft_puts_the_same_layers_there(family, tmp_path):
         assert found == name and torch.equal(tensor, expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", always("llama", among=("llama", "mixtral", "gpt2")))
 def test_nothing_is_counted(family, tmp_path):
     save_checkpoint(family, tmp_path)
     whole, remote = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), client_of(tmp_path)

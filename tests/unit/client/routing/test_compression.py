@@ -52,11 +52,8 @@ def test_where_nothing_is_small_enough_the_smallest_is_taken_that_is_allowed() -
     assert codec_for(link, WIDTH, 4, ALL) == "int4"
     assert codec_for(link, WIDTH, 4, {"bf16", "int8"}) == "int8"
     assert codec_for(link, WIDTH, 4, set()) == "raw"
+    assert codec_for(link, WIDTH, 2, {"bf16"}) == "raw"  # numbers of two bytes gain nothing by it
     assert codec_for(Link(1000.0, 250.0), WIDTH, 4, ALL) == "int8"  # of a peer that knows no others
-
-
-def test_numbers_of_two_bytes_gain_nothing_by_bfloat16() -> None:
-    assert codec_for(Link(1000.0, 250.0, ALL), WIDTH, 2, {"bf16"}) == "raw"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ def test_a_server_that_is_far_is_taken_once_the_near_one_is_loaded() -> None:
 
 
 def test_prompts_that_are_not_computed_yet_are_a_queue() -> None:
-    """Of 300 positions at 100 a second."""
     view = SwarmView([server("a"), server("b")])
     costs = with_own_load(COSTS, view, [SessionLoad((Hop(view.servers[0], ALL),), 300)])
     assert costs.visit_s(view.servers[0]) == pytest.approx(3.0) and costs.visit_s(view.servers[1]) == 0.0

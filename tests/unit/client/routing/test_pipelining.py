@@ -59,17 +59,13 @@ def test_many_rows_keep_all_servers_of_a_chain_busy() -> None:
     assert two == [["s0", "s1"]] * len(two) and len(four) > len(two) > 1
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_where_rows_cost_nothing_they_stay_together(number) -> None:
-    assert len(lanes(*chain(number, **GPU))) == 1
-
-
-def test_one_server_has_nobody_to_compute_beside() -> None:
-    assert lanes(*chain(1, **CPU)) == [["s0"]]
-
-
-def test_who_does_not_say_how_fast_many_rows_are_gets_them_together() -> None:
-    assert lanes(*chain(2, tokens_per_s=10.0)) == [["s0", "s1"]]
+@pytest.mark.parametrize(
+    "servers",
+    [chain(1, **GPU), chain(2, **GPU), chain(1, **CPU), chain(2, tokens_per_s=10.0)],
+    ids=["one-gpu", "rows-cost-nothing", "nobody-to-compute-beside", "it-is-not-known-how-fast-many-rows-are"],
+)
+def test_where_lanes_gain_nothing_rows_stay_together(servers: list[ServerRecord]) -> None:
+    assert lanes(*servers) == [[server.peer_id for server in servers]]
 
 
 def test_few_rows_stay_together() -> None:
@@ -78,7 +74,6 @@ def test_few_rows_stay_together() -> None:
 
 
 def test_replicas_share_the_rows() -> None:
-    """As far as they help: one that is four times as slow does not."""
     equal = lanes(server_record("a", "0:8", **CPU), server_record("b", "0:8", **CPU))
     assert Counter(name for (name,) in equal) == {"a": len(equal) // 2, "b": len(equal) // 2} and len(equal) > 1
     for times_slower, helps in ((2, True), (4, False)):

@@ -27,7 +27,7 @@ from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, model_output, offs
 
 pytestmark = pytest.mark.run_by(function=run)
 
-SEEDS_PER_TEST, TESTS = 6, 1
+SEEDS_PER_TEST, TESTS = 3, 1
 SLOW_SEEDS_PER_TEST, SLOW_TESTS, LONG_TESTS = 40, 1, 8
 LEAST_ROOM, MOST_ROOM = 50, 80  # of a server, over all rows
 MOST_ROWS, MOST_TOKENS = 2, 25  # of a session, which any server has room for, if it is the only one

@@ -84,13 +84,6 @@ def test_a_call_that_is_not_cut_yet_is_not_complete() -> None:
     assert not call.complete
 
 
-def test_where_it_begins_and_which_steps_it_has() -> None:
-    call = call_of()
-    assert (call.start, call.first_number) == (PAST, FIRST)
-    assert [call.step(number).start for number in NUMBERS] == [5, 9, 13]
-    assert call.step(FIRST - 1) is call.step(FIRST + 3) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "reordered"), [((), False), ((CROP,), False), ((REORDER,), True), ((CROP, REORDER), True)]
 )

@@ -12,13 +12,13 @@ import pytest
 from swarm_client.adapters.snapshots import ActiveAdapter, AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.routing.routing import Hop, Route
-from swarm_client.sessions.opening import Opener, Opening, Terms, abandon
-from swarm_client.transport.hops import HopSession, Inbox
+from swarm_client.sessions.opening import Opener, Opening, Terms
+from swarm_client.transport.hops import Inbox
 from swarm_protocol.errors import PeerBusy, PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.session_keys import push_key_of
-from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, client_of, record
+from tests.worlds.fake_servers import NUM_BLOCKS, FakeServers, client_of
 from tests.worlds.servers import rpc_error
 from tests.worlds.virtual_time import run_virtually
 
@@ -93,17 +93,6 @@ async def test_each_hop_is_given_the_address_of_the_next() -> None:
         assert not sent["a"].HasField("next")  # its outputs go to the client
         assert [hop.next_number for hop in hops] == [hops[1].number, hops[2].number, None]
         assert all(hop.max_step_tokens == 64 and not hop.gone for hop in hops)
-
-
-async def test_new_hops_lead_to_one_that_is_there() -> None:
-    servers = three()
-    async with client_of(servers) as swarm:
-        opener = Opener(swarm, Inbox())
-        (after,) = await opener.open_span(Span(4, 6), OPENING, None)
-        hops = await opener.open_span(Span(0, 4), OPENING, after)
-        assert requests(servers)["c"].next == after.as_next()
-        assert hops[-1].next_number == after.number
-        assert len({hop.number for hop in (*hops, after)}) == 3
 
 
 @pytest.mark.parametrize(("compression", "codec"), [("none", pb.RAW), ("int8", pb.INT8_BLOCKS)])
@@ -212,26 +201,3 @@ async def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -
         gc.collect()
     gc.collect()
     assert not unread
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-async def test_a_copy_stands_where_the_original_does(is_last: bool) -> None:
-    servers = three()
-    async with client_of(servers) as swarm:
-        opener = Opener(swarm, Inbox())
-        hops = await opener.open_span(ALL, OPENING, None)
-        original, after = (hops[2], None) if is_last else (hops[1], hops[2])
-        copy = await opener.open_copy(original, OPENING, after, record("d", "0:6"))
-        assert (copy.hop.server.peer_id, copy.span) == ("d", original.span)
-        assert copy.session_key != original.session_key and copy.number not in [hop.number for hop in hops]
-        assert copy.next_number == (None if after is None else after.number)
-        request = servers.calls[-1].request
-        assert request.next == (pb.NextHop() if after is None else after.as_next())
-
-
-async def test_abandoned_hops_are_dropped_at_once() -> None:
-    servers = three()
-    async with client_of(servers) as swarm:
-        hops: list[HopSession] = await Opener(swarm, Inbox()).open_span(ALL, OPENING, None)
-        abandon(hops)
-        assert all(call.cancelled and not call.closed for call in servers.calls)

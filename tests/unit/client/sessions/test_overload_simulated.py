@@ -23,7 +23,7 @@ from tests.worlds.virtual_time import run_virtually
 pytestmark = pytest.mark.run_by(function=run_virtually)
 
 
-NUM_SERVERS, NUM_STREAMS, PROMPT, NUM_STEPS = 4, 64, 16, 2
+NUM_SERVERS, NUM_STREAMS, PROMPT, NUM_STEPS = 4, 40, 16, 2
 TOKENS_PER_S, SLOWER = 100.0, 20.0  # announced; by which servers are slower than that
 CAPACITY = NUM_SERVERS * TOKENS_PER_S / SLOWER  # positions per second
 

@@ -98,7 +98,6 @@ async def test_rows_without_room_are_refused_at_once_and_the_session_keeps_its_o
 
 
 async def test_rows_of_guesses_take_room_for_what_is_new_in_them():
-    """And nobody else's: the other session is the younger one."""
     net = Net(random.Random(1))
     budget = net.start("server", Span(0, NUM_BLOCKS), WHOLE_STEPS, 300).budget
     text = Text(await client(net))

@@ -20,6 +20,7 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
 from swarm_protocol.wire.constants import FIRST_STEP
+from tests.marks import SLOW
 from tests.unit.client.sessions.test_survival_simulated import Quiet, quiet, run
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Context, Net, ToyServer
 
@@ -116,13 +117,12 @@ def beside(seed: int = 0) -> AbstractAsyncContextManager[Beside]:
     return quiet(seed, Beside)
 
 
-@pytest.mark.parametrize("spans", [(WHOLE,), ("0:3", "3:6")], ids=["whole", "halves"])
+@pytest.mark.parametrize("spans", [(WHOLE,), pytest.param(("0:3", "3:6"), marks=SLOW)], ids=["whole", "halves"])
 @pytest.mark.parametrize("chatters", [False, True], ids=["quiet", "chattering"])
 @pytest.mark.parametrize("says", [SILENT, DONE, CREEPS, BUSY], ids=["silent", "done", "creeping", "busy"])
 async def test_forty_servers_that_compute_nothing_cost_seconds(
     says: Says, chatters: bool, spans: tuple[str, ...]
 ) -> None:
-    """They cost 246 s, and the generation its life."""
     async with beside() as swarm:
         await swarm.beside(*spans)
         stallers = [stall(swarm.net, f"s{n}", spans[n % len(spans)], says, chatters) for n in range(40)]
@@ -141,7 +141,6 @@ async def test_forty_servers_that_compute_nothing_cost_seconds(
 @pytest.mark.parametrize("says", [SILENT, DONE], ids=["silent", "done"])
 @pytest.mark.parametrize("span", ["0:3", "3:6"])
 async def test_a_server_that_stalls_in_the_middle_is_replaced_from_the_journal(span: str, says: Says) -> None:
-    """Also if it says that it has sent on what the next one waits for."""
     async with beside() as swarm:
         await swarm.beside("0:3", "3:6", "0:3", "3:6")
         session = swarm.new_session()

@@ -120,15 +120,6 @@ async def test_one_that_says_anything_is_of_no_use_any_more() -> None:
         assert session.ready == [None, "b2"] and session.call(replica).cancelled
 
 
-async def test_it_is_taken_once() -> None:
-    async with standby() as session:
-        await session.arranged()
-        hop = session.hops[0]
-        replica = session.replicas.of(hop)
-        assert replica is not None and session.replicas.take(hop) is replica
-        assert session.replicas.take(hop) is None and session.ready == [None, "b2"]
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.0015, 0.0025, 1.0])
 async def test_those_of_hops_that_are_gone_are_dropped_made_or_not(after_s: float) -> None:
     async with standby() as session:
@@ -139,14 +130,6 @@ async def test_those_of_hops_that_are_gone_are_dropped_made_or_not(after_s: floa
         assert session.replicas.num_ready == 0
         assert all(call.cancelled for call in session.servers.calls[2:])
         assert not any(call.cancelled for call in session.servers.calls[:2])
-
-
-async def test_all_are_given_up_to_be_closed() -> None:
-    async with standby() as session:
-        await session.arranged()
-        replicas = session.replicas.forget()
-        assert sorted(replica.hop.server.peer_id for replica in replicas) == ["a2", "b2"]
-        assert session.replicas.num_ready == 0 and not any(replica.gone for replica in replicas)
 
 
 # ---------------------------------------------------------------- handing over

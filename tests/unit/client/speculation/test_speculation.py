@@ -77,7 +77,6 @@ def test_to_read_the_prompt_is_not_what_a_guess_takes(clock: Clock) -> None:
 
 
 def test_nor_is_what_was_written_meanwhile(clock: Clock) -> None:
-    """While there were other generations."""
     guessing = Speculation(Reading(clock)).begin([1] * 10, rank_greedily)
     assert guessing is not None
     guessing.begin(1, None)

@@ -60,11 +60,6 @@ async def discovery(**timeouts: float) -> AsyncIterator[tuple[Discovery, FakeDht
     await client.close()
 
 
-async def test_as_long_as_somebody_answers_nothing_is_joined() -> None:
-    async with discovery() as (client, _first, _ways):
-        assert [await seen(client) for _ in range(3)] == ["first"] * 3
-
-
 async def test_who_is_alone_joins_again() -> None:
     async with discovery() as (client, first, ways):
         first.is_alone = True

@@ -21,7 +21,7 @@ from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.block_input import BlockInput
-from tests.unit.support import run, server_record, until
+from tests.unit.support import server_record, until
 from tests.worlds.virtual_time import run_virtually
 
 WIDTH = 128
@@ -72,30 +72,36 @@ def links(rates: dict[str, float], **config: Any) -> tuple[Links, dict[str, Fake
     return Links(ClientConfig(**config), connection, len(ALL)), connections
 
 
-def prepared(
+def error_of(sample: torch.Tensor, codec: pb.Codec = pb.INT8_BLOCKS) -> float:
+    """Through the chain, which triples it twice."""
+    hidden = sample
+    for factor in (1, 3, 3):
+        hidden = WireTensor.of(factor * hidden, codec).decode(hidden.shape, hidden.dtype)
+    return float((hidden / 9 - sample).norm() / sample.norm())
+
+
+async def prepared(
     route: Route, rates: dict[str, float], before: Callable[[Links], None] = lambda _: None, **config: Any
 ) -> tuple[Links, dict[str, FakeConnection]]:
-    async def story() -> tuple[Links, dict[str, FakeConnection]]:
-        found, connections = links(rates, **config)
-        found.see(BlockInput(PROMPT), ALL)
-        before(found)
-        await found.prepare([route])
-        return found, connections
-
-    return run(story())
+    """Links that have seen a prompt, and measured what they want to know of the route."""
+    found, connections = links(rates, **config)
+    found.see(BlockInput(PROMPT), ALL)
+    before(found)
+    await found.prepare([route])
+    return found, connections
 
 
-def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
-    found, connections = prepared(chain(), {"a": 1e9, "b": 1e9})
+async def test_fast_links_stay_raw_and_no_error_is_measured() -> None:
+    found, connections = await prepared(chain(), {"a": 1e9, "b": 1e9})
     assert found.codecs_of(chain()) == [pb.RAW] * 3
     assert found.codec_of_pass(chain()) == pb.RAW
     assert found.errors == {} and connections["a"].codecs == []
 
 
-def test_each_link_has_its_own_codec() -> None:
+async def test_each_link_has_its_own_codec() -> None:
     """The first server's line is at a third of what raw takes, the servers' among themselves at half of it."""
     route = chain(network_tokens_per_s=1000.0)
-    found, connections = prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
+    found, connections = await prepared(route, {"a": RAW_BYTES_PER_S / 3, "b": 1e9})
     assert found.codecs_of(route) == [pb.INT8_BLOCKS, pb.BFLOAT16_ELEMENTS, pb.RAW]
     assert found.codec_of_pass(route) == pb.INT8_BLOCKS
     assert sorted(connections["b"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
@@ -104,36 +110,32 @@ def test_each_link_has_its_own_codec() -> None:
 @pytest.mark.parametrize(
     ("bound", "codec"), [(0.5, pb.INT4_BLOCKS), (0.05, pb.INT8_BLOCKS), (0.0, pb.BFLOAT16_ELEMENTS)]
 )
-def test_a_codec_beyond_the_bound_is_not_taken(bound: float, codec: pb.Codec) -> None:
+async def test_a_codec_beyond_the_bound_is_not_taken(bound: float, codec: pb.Codec) -> None:
     """The sample's error is what the codecs do to it on three links, one after the other."""
     route = chain()
-    found, _ = prepared(route, {"a": 1e4, "b": 1e4}, compression_error=bound)
+    found, _ = await prepared(route, {"a": 1e4, "b": 1e4}, compression_error=bound)
     assert found.codec(None, route[0].server) == codec
     for name, wire in (("int8", pb.INT8_BLOCKS), ("int4", pb.INT4_BLOCKS)):
-        hidden = sample = PROMPT[:1, :16]
-        for factor in (1, 3, 3):
-            hidden = WireTensor.of(factor * hidden, wire).decode(sample.shape, sample.dtype)
-        expected = float((hidden - 9 * sample).norm() / (9 * sample).norm())
-        assert found.errors[name] == pytest.approx(expected, rel=1e-4)
+        assert found.errors[name] == pytest.approx(error_of(PROMPT[:1, :16], wire), rel=1e-4)
 
 
-def test_the_error_is_that_after_the_norm() -> None:
+async def test_the_error_is_that_after_the_norm() -> None:
     def with_norm(found: Links) -> None:
         found.finish = lambda hidden: hidden * torch.nn.functional.one_hot(torch.tensor(5), WIDTH)
 
-    found, _ = prepared(chain(), {"a": 1e4, "b": 1e4}, with_norm)
-    plain, _ = prepared(chain(), {"a": 1e4, "b": 1e4})
+    found, _ = await prepared(chain(), {"a": 1e4, "b": 1e4}, with_norm)
+    plain, _ = await prepared(chain(), {"a": 1e4, "b": 1e4})
     assert found.errors["int4"] != pytest.approx(plain.errors["int4"], rel=1e-3)
 
 
-def test_an_older_server_is_sent_what_it_knows() -> None:
+async def test_an_older_server_is_sent_what_it_knows() -> None:
     route = chain(codecs=(), network_tokens_per_s=1.0)
     for config in ({}, {"compression": "int4"}):
-        found, connections = prepared(route, {"a": 1e4, "b": 1e4}, **config)
+        found, connections = await prepared(route, {"a": 1e4, "b": 1e4}, **config)
         assert found.codecs_of(route) == [pb.INT8_BLOCKS] * 3 and found.codec_of_pass(route) == pb.INT8_BLOCKS
         assert pb.INT4_BLOCKS not in connections["a"].codecs
     newer = Hop(record("b", "4:8", network_tokens_per_s=1.0), Span(4, 8))
-    found, _ = prepared(route, {"a": 1e4, "b": 1e4}, compression="bf16")
+    found, _ = await prepared(route, {"a": 1e4, "b": 1e4}, compression="bf16")
     assert found.codecs_of((route[0], newer)) == [pb.RAW, pb.RAW, pb.BFLOAT16_ELEMENTS]
 
 
@@ -147,24 +149,23 @@ def test_an_older_server_is_sent_what_it_knows() -> None:
         ("int4", pb.INT4_BLOCKS),
     ],
 )
-def test_a_codec_that_is_forced_is_taken_whatever_its_error(name: str, codec: pb.Codec) -> None:
-    found, connections = prepared(chain(), {"a": 1e4, "b": 1e4}, compression=name)
+async def test_a_codec_that_is_forced_is_taken_whatever_its_error(name: str, codec: pb.Codec) -> None:
+    found, connections = await prepared(chain(), {"a": 1e4, "b": 1e4}, compression=name)
     assert found.codecs_of(chain()) == [codec] * 3 and found.codec_of_pass(chain()) == codec
     assert connections["a"].codecs == [] and found.errors == {}
 
 
-def test_on_this_machine_nothing_is_measured() -> None:
+async def test_on_this_machine_nothing_is_measured() -> None:
     route = chain(addresses=("127.0.0.1:5",), network_tokens_per_s=0.001)
-    found, connections = prepared(route, {"a": 1e4, "b": 1e4})
+    found, connections = await prepared(route, {"a": 1e4, "b": 1e4})
     assert found.codecs_of(route) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
 @pytest.mark.parametrize(("rate", "codec"), [(1e4, pb.INT4_BLOCKS), (1e9, pb.RAW), (0.0, pb.RAW)])
 async def test_who_cannot_be_measured_is_as_slow_as_others_and_is_asked_later(rate: float, codec: pb.Codec) -> None:
     """All links of a client are over its own line. If none can be measured, it is taken for fast."""
-    found, connections = links({"a": 0.0, "b": rate})
-    found.see(BlockInput(PROMPT), ALL)
-    for _ in range(3):
+    found, connections = await prepared(chain(), {"a": 0.0, "b": rate})
+    for _ in range(2):
         await found.prepare([chain()])
     assert found.codec(None, chain()[0].server) == codec
     assert connections["a"].num_measured == connections["b"].num_measured == 1
@@ -200,9 +201,7 @@ async def test_who_comes_while_a_rate_is_measured_waits_for_it_too() -> None:
 
 @pytest.mark.run_by(function=run_virtually)
 async def test_a_replacement_is_as_slow_as_others_until_it_is_measured() -> None:
-    found, connections = links({"a": 1e4, "b": 1e4, "c": 1e9})
-    found.see(BlockInput(PROMPT), ALL)
-    await found.prepare([chain()])
+    found, connections = await prepared(chain(), {"a": 1e4, "b": 1e4, "c": 1e9})
     replacement = record("c", "0:4")
     found.measure([replacement])
     assert found.codec(None, replacement) == found.codec(replacement, None) == pb.INT4_BLOCKS
@@ -227,14 +226,6 @@ async def test_before_a_prompt_has_come_all_is_raw() -> None:
     assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
-def error_of_int8(sample: torch.Tensor) -> float:
-    """Through the chain, which triples it twice."""
-    hidden = sample
-    for factor in (1, 3, 3):
-        hidden = WireTensor.of(factor * hidden, pb.INT8_BLOCKS).decode(hidden.shape, hidden.dtype)
-    return float((hidden / 9 - sample).norm() / sample.norm())
-
-
 @pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize(("lengths", "expected"), [((1, 12, 9), 12), ((8,), 8), ((9, 40, 12), 16)])
 async def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...], expected: int) -> None:
@@ -243,7 +234,7 @@ async def test_the_longest_prompt_so_far_is_the_sample(lengths: tuple[int, ...],
     for length in lengths:
         found.see(BlockInput(PROMPT[:, :length, :-1]), ALL)
     await found.prepare([chain()])
-    assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[:1, :expected, :-1]), rel=1e-3)
+    assert found.errors["int8"] == pytest.approx(error_of(PROMPT[:1, :expected, :-1]), rel=1e-3)
 
 
 @pytest.mark.run_by(function=run_virtually)
@@ -262,7 +253,6 @@ async def test_a_prompt_of_a_few_positions_is_no_sample() -> None:
 @pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize("past", [0, 3])
 async def test_padding_is_no_sample(past: int) -> None:
-    """Nor is a row that is padding for the most part."""
     mask = torch.ones(2, past + 40, dtype=torch.long)
     mask[0, : past + 33], mask[1, : past + 20], mask[:, :past] = 0, 0, 1
     hidden = PROMPT.clone()
@@ -270,7 +260,7 @@ async def test_padding_is_no_sample(past: int) -> None:
     found, _ = links({"a": 1e4, "b": 1e4})
     found.see(BlockInput(hidden, mask), ALL)
     await found.prepare([chain()])
-    assert found.errors["int8"] == pytest.approx(error_of_int8(PROMPT[1:, 20:36]), rel=1e-3)
+    assert found.errors["int8"] == pytest.approx(error_of(PROMPT[1:, 20:36]), rel=1e-3)
 
 
 @pytest.mark.run_by(function=run_virtually)
@@ -328,7 +318,6 @@ def errors_over(mbit: float, width: int, num_hops: int, broken: pb.Codec | None 
     [(1, 4096, 2), (1, 4096, 4), (1, 8192, 2), (2, 8192, 4), (10, 8192, 4), (0.5, 8192, 8)],
 )
 def test_errors_are_measured_over_slow_lines_too(mbit: float, width: int, num_hops: int) -> None:
-    """With fewer positions, so that the prompt need not wait for long."""
     found, seconds = errors_over(mbit, width, num_hops)
     assert found.errors.keys() == {"int8", "int4"}
     assert seconds < 12 or mbit < 1
@@ -340,25 +329,23 @@ def test_what_could_be_measured_is_kept() -> None:
     assert errors_over(10, 1024, 2, broken=pb.RAW)[0].errors == {}
 
 
-def test_links_that_take_a_while_are_counted() -> None:
+async def test_links_that_take_a_while_are_counted() -> None:
     """At 25.6 kB/s raw positions of 512 bytes take 20 ms each; the servers among themselves are as slow."""
     route = chain(network_tokens_per_s=50.0, forward_tokens_per_s=1.0, tokens_per_s=1.0)
-    found, _ = prepared(route, {"a": 25600.0, "b": 25600.0})
+    found, _ = await prepared(route, {"a": 25600.0, "b": 25600.0})
     assert found.codecs_of(route) == [pb.RAW] * 3
     assert found.num_slow(route, 1) == found.num_slow(route, 2) == 0
     assert found.num_slow(route, 3) == 2 and found.num_slow(route[1:], 3) == 1
     fast = chain()
     assert found.num_slow(fast, 3) == 1  # to the first: of the other nobody has said anything
-    raw, _ = prepared(route, {"a": 25600.0, "b": 25600.0}, compression="raw")
+    raw, _ = await prepared(route, {"a": 25600.0, "b": 25600.0}, compression="raw")
     assert raw.num_slow(route, 3) == 2
 
 
 async def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     time_s = 1000.0
     monkeypatch.setattr(module, "now_s", lambda: time_s)
-    found, connections = links({"a": 1e4, "b": 1e9})
-    found.see(BlockInput(PROMPT), ALL)
-    await found.prepare([chain()])
+    found, connections = await prepared(chain(), {"a": 1e4, "b": 1e9})
     assert connections["b"].num_measured == 1 and found.codec(chain()[1].server, None) == pb.RAW
     connections["b"].rate = 1e4
     time_s += 200.0
@@ -372,19 +359,9 @@ async def test_a_rate_is_measured_anew_while_nobody_waits(monkeypatch: pytest.Mo
     assert found.codec(chain()[1].server, None) == pb.INT4_BLOCKS
 
 
-@pytest.mark.run_by(function=run_virtually)
-async def test_one_rate_is_measured_at_a_time() -> None:
-    """They may share the client's own line."""
-    found, connections = links({"a": 1e4, "b": 1e4})
-    connections.update(a=Slow(1e4), b=Slow(1e4))
-    found.see(BlockInput(PROMPT), ALL)
-    await found.prepare([chain()])
-    assert connections["a"].num_measured == connections["b"].num_measured == 1
-
-
-def test_what_is_known_of_a_line() -> None:
+async def test_what_is_known_of_a_line() -> None:
     a, b = (hop.server for hop in chain())
-    found, _ = prepared(chain(), {"a": 1e6, "b": 1e7})
+    found, _ = await prepared(chain(), {"a": 1e6, "b": 1e7})
     assert (found.bytes_per_s(None, a), found.bytes_per_s(b, None)) == (1e6, 1e7)
     assert found.bytes_per_s(a, b) is None
     told = record("b", "4:8", network_tokens_per_s=100.0)

@@ -103,12 +103,6 @@ def names(chain: Route) -> list[str]:
     return [hop.server.peer_id for hop in chain]
 
 
-async def test_the_nearest_server_is_found_by_measuring() -> None:
-    net = FakeNet(servers(("far", "0:8"), ("near", "0:8")), rtts_s={"far": 0.5, "near": 0.01})
-    async with client_of(net) as swarm:
-        assert names(await swarm.chain(Span(0, 8), NEED)) == ["near"]
-
-
 @pytest.mark.run_by(function=run_virtually)
 @pytest.mark.parametrize("fate", ["dead", "silent"])
 async def test_a_ghost_is_never_in_a_chain(fate: str) -> None:
@@ -156,7 +150,6 @@ async def test_servers_that_do_not_accept_a_client_are_passed_over() -> None:
 
 
 async def test_an_expired_record_is_no_server() -> None:
-    """The DHT could not be read for long."""
     old = [replace(record, expires_at=time.time() - 1) for record in servers(("a", "0:8"))]
     async with client_of(FakeNet(old)) as swarm:
         with pytest.raises(NoRoute, match=r"no server holds blocks 0:8 \(left out: 1 server not heard from recently\)"):
@@ -174,7 +167,6 @@ async def test_only_the_part_in_use_is_read() -> None:
 
 
 async def test_a_chain_is_kept_for_the_next_session() -> None:
-    """Where the same prompt has been computed before; passes of training go where it is fastest."""
     net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), rtts_s={"a": 0.010, "b": 0.011})
     async with client_of(net) as swarm:
         assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]

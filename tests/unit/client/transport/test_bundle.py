@@ -10,6 +10,7 @@ import pytest
 from swarm_client.transport.bundle import StepBundle
 from swarm_protocol.errors import PeerUnavailable, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
+from tests.unit.support import until
 
 
 class FakeStream:
@@ -57,11 +58,6 @@ async def opened(stream: Any, on_end: Any = lambda: None) -> StepBundle:
 def answers(*entries: tuple[bytes, int]) -> pb.ReplyBundle:
     output = [(key, pb.SessionReply(output=pb.Output(number=number))) for key, number in entries]
     return pb.ReplyBundle(replies=[pb.KeyedReply(session_key=key, reply=reply) for key, reply in output])
-
-
-async def until(condition: Any) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def test_steps_of_one_turn_are_one_message_and_answers_find_their_sessions() -> None:

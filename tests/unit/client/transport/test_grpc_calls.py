@@ -182,12 +182,6 @@ def test_a_stream_that_has_ended_before_all_was_sent(
     assert_of_the_server(caught.value)
 
 
-def test_a_stream_that_ends_well_has_ended_all_the_same() -> None:
-    with pytest.raises(PeerUnavailable, match=f"the stream to {NAME} has ended") as caught:
-        run(stream(FakeCall()).read())
-    assert_of_the_server(caught.value)
-
-
 @pytest.mark.parametrize("code", [Code.PERMISSION_DENIED, Code.UNAUTHENTICATED])
 def test_a_server_of_an_open_swarm_that_denies_access_is_one_that_fails(code: grpc.StatusCode) -> None:
     error = error_of(code, "why", server_record("a-long-peer-id"), SPAN)

@@ -24,33 +24,29 @@ CROP = pb.Change(crop=pb.Crop(length=START))
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "batch_size", "limits", "size"),
+    ("num_tokens", "batch_size", "limits", "num_slow_links", "size"),
     [
-        (1000, 1, [64], 64),
-        (1000, 1, [100], 96),  # whole pages
-        (1000, 1, [20], 20),  # less than one
-        (1000, 3, [64], 21),
-        (1000, 4, [2], 1),
-        (1024, 1, [512, 512], 128),  # 4 for each of two hops
-        (1024, 1, [512, 64], 64),
-        (1024, 2, [512, 512, 512], 96),  # 1024 / 12, in whole pages
-        (7, 1, [512, 512], 32),
-        (5000, 2, [UNLIMITED], UNLIMITED // 2),
-        (5000, 1, [UNLIMITED, UNLIMITED], UNLIMITED),
-        (5000, 1, [UNLIMITED, 256], 256),
+        (1000, 1, [64], 0, 64),
+        (1000, 1, [100], 0, 96),  # whole pages
+        (1000, 1, [20], 0, 20),  # less than one
+        (1000, 3, [64], 0, 21),
+        (1000, 4, [2], 0, 1),
+        (1024, 1, [512, 512], 0, 128),  # 4 for each of two hops
+        (1024, 1, [512, 64], 0, 64),
+        (1024, 2, [512, 512, 512], 0, 96),  # 1024 / 12, in whole pages
+        (7, 1, [512, 512], 0, 32),
+        (5000, 2, [UNLIMITED], 0, UNLIMITED // 2),
+        (5000, 1, [UNLIMITED, UNLIMITED], 0, UNLIMITED),
+        (5000, 1, [UNLIMITED, 256], 0, 256),
+        (1024, 1, [1024], 1, 128),  # slow links are stages of the pipeline too
+        (1024, 1, [1024, 1024], 1, 96),
+        (1024, 1, [UNLIMITED], 1, UNLIMITED),
     ],
 )
-def test_how_many_positions_a_step_has(num_tokens: int, batch_size: int, limits: list[int], size: int) -> None:
-    assert chunk_size(num_tokens, batch_size, limits) == size
-
-
-@pytest.mark.parametrize(
-    ("num_slow_links", "limits", "size"),
-    [(0, [1024], 1024), (1, [1024], 128), (1, [1024, 1024], 96), (2, [1024, 1024], 64), (1, [UNLIMITED], UNLIMITED)],
-)
-def test_slow_links_are_stages_of_the_pipeline(num_slow_links: int, limits: list[int], size: int) -> None:
-    """4 steps for each: while one computes or carries a step, the others do so with the steps before and after."""
-    assert chunk_size(1024, 1, limits, num_slow_links) == size
+def test_how_many_positions_a_step_has(
+    num_tokens: int, batch_size: int, limits: list[int], num_slow_links: int, size: int
+) -> None:
+    assert chunk_size(num_tokens, batch_size, limits, num_slow_links) == size
 
 
 @given(st.integers(1, 5000), st.integers(1, 8), st.lists(st.integers(8, 4096), min_size=1, max_size=6))

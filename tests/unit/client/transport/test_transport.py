@@ -71,27 +71,6 @@ def assert_of_the_peer(error: Exception) -> None:
 
 
 class TestOpening:
-    def test_tells_what_the_server_takes_at_once(self) -> None:
-        call = FakeCall([OPENED])
-        session = hop_session(call)
-        run(session.open(pb.Open(batch_size=3), timeout_s=5))
-        assert session.max_step_tokens == 64
-        assert call.written == [pb.SessionRequest(open=pb.Open(batch_size=3))]
-
-    @pytest.mark.parametrize(
-        ("status", "error"),
-        [
-            (grpc.StatusCode.RESOURCE_EXHAUSTED, PeerBusy),
-            (grpc.StatusCode.UNAVAILABLE, PeerUnavailable),
-            (grpc.StatusCode.INTERNAL, PeerError),
-        ],
-    )
-    def test_refused(self, status: grpc.StatusCode, error: type[PeerError]) -> None:
-        with pytest.raises(error, match="why") as caught:
-            run(hop_session(FakeCall([], status)).open(pb.Open(), timeout_s=5))
-        assert type(caught.value) is error
-        assert_of_the_peer(caught.value)
-
     @pytest.mark.parametrize("reply", [pb.SessionReply(), pb.SessionReply(more=b"x"), *output(HIDDEN)])
     def test_answered_by_something_else(self, reply: pb.SessionReply) -> None:
         call = FakeCall([reply])
@@ -120,17 +99,6 @@ def test_a_goodbye_that_nobody_hears_takes_as_long_as_the_config_says() -> None:
     call = DeafCall([])
     assert run_virtually(close()) == pytest.approx(7.0)
     assert call.cancelled
-
-
-def test_a_step_is_sent_with_all_its_parts() -> None:
-    wire, call = WireTensor.of(LARGE), FakeCall([])
-    step = pb.Step(number=1, start_position=3, hidden=wire.header)
-    assert len(wire.parts) == 2
-    run(hop_session(call).send(step, wire.parts))
-    assert call.written == [
-        pb.SessionRequest(step=step),
-        *(pb.SessionRequest(more=part) for part in wire.parts),
-    ]
 
 
 @pytest.mark.run_by(function=run_virtually)
@@ -171,19 +139,11 @@ class TestAnswers:
         "replies",
         [
             [pb.SessionReply()],
-            [pb.SessionReply(more=b"x")],
+            [pb.SessionReply(more=b"x")],  # a part without a beginning
             [OPENED],
             [output(LARGE)[0], *output(HIDDEN)],  # the next before all parts of the first
             [output(LARGE)[0], OPENED],
             [output(LARGE)[0], pb.SessionReply(more=b"")],  # of which there could be any number
-        ],
-        ids=[
-            "nothing",
-            "part-without-beginning",
-            "opened-twice",
-            "output-in-an-output",
-            "opened-in-an-output",
-            "empty",
         ],
     )
     def test_out_of_turn(self, replies: list[pb.SessionReply]) -> None:
@@ -270,15 +230,6 @@ def test_a_refusal_becomes_its_error_and_names_its_step(status: int, error: type
     if isinstance(refused.error, PeerError):
         assert_of_the_peer(refused.error)
     assert good == HopOutput(NUMBER, 6, None, relay=False)  # the stream goes on
-
-
-@pytest.mark.parametrize(
-    ("status", "error"), [(grpc.StatusCode.UNAVAILABLE, PeerUnavailable), (grpc.StatusCode.OK, PeerUnavailable)]
-)
-def test_the_end_of_the_stream_becomes_its_error(status: grpc.StatusCode, error: type[PeerError]) -> None:
-    (trouble,) = events(code=status)
-    assert (trouble.hop, trouble.step, type(trouble.error)) == (NUMBER, None, error)
-    assert_of_the_peer(trouble.error)
 
 
 async def test_closing_says_goodbye_after_what_is_still_being_sent() -> None:

@@ -89,7 +89,7 @@ def test_doubts_of_others_move_checks_and_buy_none(cost: float, num_doubted: int
 @pytest.mark.parametrize("cost", [1.1, 20.0])
 def test_whom_others_begin_to_doubt_is_checked_soon(cost: float) -> None:
     """A geometric distribution: with what was kept, one step in 64, as long as that lasts, and others beside."""
-    share, waits, num_seeds = 0.03, [], 120
+    share, waits, num_seeds = 0.03, [], 60
     for seed in range(num_seeds):
         budget, wait = CheckBudget(random.Random(seed).random), 1
         for step in range(8_000):  # texts of 100 steps, with their checks
