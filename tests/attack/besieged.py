@@ -31,7 +31,6 @@ from tests.quick_keys import new_identity
 from tests.swarm.pair import ends_only_at_its_length
 
 LIFETIME_S = 100.0
-_MAX_IDENTITIES = 200
 
 
 class Stranger:
@@ -76,10 +75,11 @@ class Besieged(Attacked):
 
     @cached_property
     def _identities(self) -> list[Identity]:
-        return [new_identity() for _ in range(_MAX_IDENTITIES)]
+        return []
 
     def owners(self, number: int) -> list[Identity]:
         """Always the same ones: what they have withdrawn still has its place for a while."""
+        self._identities += [new_identity() for _ in range(number - len(self._identities))]
         return self._identities[:number]
 
     @property

@@ -24,7 +24,6 @@ FLOOD = 100  # at a time
 
 @attack("accusations without end")
 def test_a_flood_of_accusations(target: Attacked) -> None:
-    """Every one about a peer of the attacker's own, which is no server."""
     record, identity = target.record, new_identity()
     own = pb.ServerRecord(peer_id=identity.peer_id, model=record.model, revision=record.revision)
     own.quant, own.dtype, own.device = record.quant, record.dtype, record.device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,39 +174,38 @@ def served(service: object) -> Iterator[tuple[str, bytes]]:
         background.run(server.stop(0))
 
 
-@attack("servers that answer pings and no step", besieged)
-def test_forty_servers_that_answer_pings_and_no_step(target: Besieged) -> None:
-    """They cost one generation 246 s and its life."""
-    owners, staller, events = target.owners(40), Staller(), []
-    on_event: Callable[[Event], None] = events.append
+@contextmanager
+def stallers(target: Besieged, number: int) -> Iterator[Staller]:
+    """So many servers by what the DHT says, which are all this one."""
+    owners, staller = target.owners(number), Staller()
     with served(staller) as (address, fingerprint):
         for owner in owners:
             message = target.forged(owner, tls_fingerprint=fingerprint)
             message.addresses[:] = [address]
             assert target.publish(owner, message)
-        with target.client(timeouts=Timeouts(stall_s=3.0, trial_s=6.0), on_event=on_event) as remote:
-            assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
-            recoveries = [event for event in events if isinstance(event, Recovery)]
-            assert len(recoveries) == 1 and staller.num_steps > 1
-            steps = staller.num_steps
-            assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
-            assert staller.num_steps == steps and len(events) == len(recoveries)  # it has learned whom to take
-        target.withdraw(owners)
+        yield staller
+    target.withdraw(owners)
+
+
+@attack("servers that answer pings and no step", besieged)
+def test_forty_servers_that_answer_pings_and_no_step(target: Besieged) -> None:
+    events: list[Event] = []
+    options = dict(timeouts=Timeouts(stall_s=3.0, trial_s=6.0), on_event=events.append)
+    with stallers(target, 40) as staller, target.client(**options) as remote:
+        assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
+        recoveries = [event for event in events if isinstance(event, Recovery)]
+        assert len(recoveries) == 1 and staller.num_steps > 1
+        steps = staller.num_steps
+        assert torch.equal(remote.generate(PROMPT, **OPTIONS), target.honest.expected)
+        assert staller.num_steps == steps and len(events) == len(recoveries)  # it has learned whom to take
 
 
 @attack("servers that answer pings and no pass", besieged)
 def test_servers_that_answer_pings_and_no_pass_of_training(target: Besieged) -> None:
-    """One of them had a micro-batch wait for two minutes."""
-    owners, staller = target.owners(3), Staller()
-    with served(staller) as (address, fingerprint):
-        for owner in owners:
-            message = target.forged(owner, tls_fingerprint=fingerprint)
-            message.addresses[:] = [address]
-            assert target.publish(owner, message)
-        retries: list[Event] = []
-        with target.client(timeouts=Timeouts(stall_s=1.5), on_event=retries.append, step_timeout_s=1e6) as remote:
-            with torch.no_grad():
-                logits = remote(PROMPT, use_cache=False).logits
-            assert torch.allclose(logits, target.honest.logits, atol=1e-4)
+    retries: list[Event] = []
+    options = dict(timeouts=Timeouts(stall_s=1.5), on_event=retries.append, step_timeout_s=1e6)
+    with stallers(target, 3) as staller:
+        with target.client(**options) as remote, torch.no_grad():
+            logits = remote(PROMPT, use_cache=False).logits
+        assert torch.allclose(logits, target.honest.logits, atol=1e-4)
         assert staller.num_passes and all("did not finish a pass within" in event.reason for event in retries)
-    target.withdraw(owners)

@@ -43,7 +43,6 @@ def test_twenty_thousand(target: Attacked) -> None:
 
 
 def test_outputs_that_are_to_be_sent_again_as_whole_numbers(target: Attacked) -> None:
-    """The session waited for ever for the next hop to have them."""
     key, hidden = bytes(range(16)), encode(torch.ones(1, 1, HIDDEN))[0]
     nowhere = pb.NextHop(peer_id="nobody", push_key=push_key_of(key))
     opening = target.opening(key, next=nowhere, codec=pb.INT8_BLOCKS)
@@ -58,7 +57,6 @@ def test_outputs_that_are_to_be_sent_again_as_whole_numbers(target: Attacked) ->
 
 
 def test_outputs_in_a_codec_that_there_is_not(running: Attacked) -> None:
-    """They were sent, marked as in that codec."""
     answer = running.attacker.session(running.opening(codec=77))
     assert answer.status is grpc.StatusCode.INVALID_ARGUMENT and answer.details.startswith("codec 77 is unknown")
 

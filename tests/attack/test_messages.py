@@ -38,7 +38,6 @@ def assert_refused(answer: Answer, status: grpc.StatusCode, sentence: str) -> No
 
 @attack("very many empty changes")
 def test_empty_changes(target: Attacked) -> None:
-    """Of which 4 MiB took 16 s."""
     attacker = target.attacker
     answer = attacker.session(target.opening(), step(1, changes=[pb.Change()] * MANY))
     assert_refused(answer, INVALID, "very many fields")
@@ -50,7 +49,6 @@ def test_empty_changes(target: Attacked) -> None:
 
 @attack("reroutes of very many steps")
 def test_reroutes_of_very_many_steps(target: Attacked) -> None:
-    """Of which 60 MiB took 8.5 GiB."""
     attacker = target.attacker
     first = pb.RerouteRequest(
         session_key=KEY, next=pb.NextHop(push_key=push_key_of(KEY)), resend=[pb.Step()] * MAX_RESENT
@@ -118,7 +116,6 @@ def test_text_that_would_steer_a_log_or_terminal(target: Attacked) -> None:
 
 @attack("a step numbered far ahead")
 def test_a_step_that_is_numbered_far_ahead(target: Attacked) -> None:
-    """All that came after it was taken for steps that had been there already."""
     attacker, close = target.attacker, pb.SessionRequest(close=pb.Close())
     expected = attacker.session(target.opening(), step(1, num_tokens=3), step(2, 3), close).replies[2]
     with attacker.stream("Session") as session:

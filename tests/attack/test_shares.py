@@ -51,7 +51,6 @@ def num_open(streams: Sequence[RawStream]) -> int:
 
 @attack("empty sessions in all places")
 def test_empty_sessions_in_all_places(target: Attacked) -> None:
-    """512 of them kept everybody else out for ten minutes."""
     empty = [partial(target.opening, wait_s=0.0)] * MAX_SESSIONS
     waiting = [partial(target.opening, wait_s=100.0)]
     with opened([target.attacker], empty) as streams:
@@ -87,7 +86,6 @@ def test_sessions_that_promise_themselves_all_room(target: Attacked) -> None:
 @pytest.mark.promise("a flood by one client does not keep others waiting")
 @attack("a flood of passes")
 def test_a_flood_of_passes(target: Attacked) -> None:
-    """Each waits in many pieces, and leaves nothing in memory."""
     hidden, more = encode(torch.ones(MIB // (4 * POSITIONS * HIDDEN) - 1, POSITIONS, HIDDEN))
     assert not more
     request = pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=hidden))
@@ -115,7 +113,6 @@ def some_ended(streams: Sequence[RawStream]) -> bool:
 
 @attack("stalled requests of one identity")
 def test_stalled_requests_of_one_identity(target: Attacked) -> None:
-    """Six of them had 350 MiB each."""
     rows = INCOMING_BYTES // (4 * POSITIONS * HIDDEN)
     header = pb.Tensor(dtype=pb.FLOAT32, shape=[rows, POSITIONS, HIDDEN], size_bytes=INCOMING_BYTES)
     stalled = pb.ForwardRequest(forward=pb.Forward(contract=target.contract(), hidden=header))

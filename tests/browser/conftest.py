@@ -112,6 +112,17 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def serious_violations(page: Any) -> list[str]:
+    """What axe finds on the page of rules that matter much."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    return [
+        f"{each['id']}: {node['html'][:120]} {node['failureSummary']}"
+        for each in axe.Axe().run(page).response["violations"]
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
 NewPage = Callable[..., Any]
 
 

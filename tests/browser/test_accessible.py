@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.browser.chat_page import ChatPage, picture
-from tests.browser.conftest import PHONE, WIDE, NewPage, Swarm
+from tests.browser.conftest import PHONE, WIDE, NewPage, Swarm, serious_violations
 
 ANSWER = (
     "# Title\n\nA [link](https://elsewhere.example) and `code`.\n\n```python\ndef f():  # why\n    return 'x', 1\n```\n"
@@ -34,18 +34,11 @@ SERVERS = [
 
 
 def serious(chat: ChatPage) -> list[str]:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     chat.until(
         "document.getAnimations().every((each) => each.playState !== 'running' || "
         "each.effect.getComputedTiming().iterations === Infinity)"
     )
-    found = axe.Axe().run(chat.page).response["violations"]
-    return [
-        f"{each['id']}: {node['html'][:120]} {node['failureSummary']}"
-        for each in found
-        if each["impact"] in ("serious", "critical")
-        for node in each["nodes"]
-    ]
+    return serious_violations(chat.page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

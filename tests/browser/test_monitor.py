@@ -16,12 +16,11 @@ from swarm_gateway.history.store import HistoryStore, SwarmSample
 from swarm_gateway.monitor.server_events import EventKind, SwarmEvent
 from swarm_protocol.dht.records import ServerState, WorkTotals
 from swarm_protocol.span import Span
-from tests.browser.conftest import PHONE, WIDE
+from tests.browser.conftest import PHONE, WIDE, serious_violations
 from tests.monitored_swarm import MODEL, PEER, FakeMonitor, monitor_served, server
 from tests.swarm.waiting import DEADLINE_S, wait_for
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-axe_api = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 EVIL = "<img src=x onerror=document.title='owned'>"
 expect = playwright_api.expect
 expect.set_options(timeout=DEADLINE_S * 1000)
@@ -276,11 +275,6 @@ def test_by_keyboard_alone(show):
     expect(page.get_by_role("dialog", name="Server …aaaaaa")).to_contain_text("192.0.2.7:4001")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
-
-
-def serious_violations(page: Any) -> list[tuple[str, str]]:
-    found = axe_api.Axe().run(page).response["violations"]
-    return [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

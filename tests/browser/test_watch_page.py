@@ -11,7 +11,7 @@ import pytest
 from swarm_training.commands.watching import as_json
 from swarm_training.contract.views import BanView, EventView, PeerView, StagePeerView, StageView, UserView
 from swarm_training.web.server import WatchServer
-from tests.browser.conftest import PHONE, WIDE, NewPage
+from tests.browser.conftest import PHONE, WIDE, NewPage, serious_violations
 from tests.unit.training.reports.test_reporters import VIEW
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -37,14 +37,12 @@ def server() -> Iterator[WatchServer]:
 def test_axe_finds_nothing_serious(
     new_page: NewPage, server: WatchServer, scheme: str, viewport: dict[str, int]
 ) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = new_page(color_scheme=scheme, viewport=viewport)
     for view in (RUN, replace(RUN, step=42, loss=2.25, stages=STAGES)):
         server.show(view, as_json(view))
         page.goto(server.url)
         page.locator("#curve-part").wait_for()
-        found = axe.Axe().run(page).response["violations"]
-        assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
+        assert serious_violations(page) == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
