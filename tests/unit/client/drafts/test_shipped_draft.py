@@ -80,8 +80,9 @@ def test_it_is_small(draft):
 
 def test_one_for_another_model_is_left_alone_unless_it_is_asked_for(tmp_path):
     save_checkpoint("llama", tmp_path)
-    path = shutil.copy(PATH / "draft.safetensors", tmp_path)
     model, checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path), ModelCheckpoint.open(tmp_path)
+    assert isinstance(open_speculation("auto", model, checkpoint).draft, LookupDraft)  # there is none
+    path = shutil.copy(PATH / "draft.safetensors", tmp_path)
     assert isinstance(open_speculation("auto", model, checkpoint).draft, LookupDraft)
     with pytest.raises(ValueError, match="is a draft for tiny-python-docs, not for"):
         open_speculation(path, model, checkpoint)

@@ -206,6 +206,14 @@ def test_large_micro_batches_weigh_more() -> None:
     assert [chain[0].server.peer_id for chain in chains] == ["a", "b", "b", "b"]
 
 
+def test_a_slow_server_gets_nothing_of_a_few() -> None:
+    slow, fast = (
+        server_record(name, "0:8", forward_tokens_per_s=each) for name, each in (("slow", 10.0), ("fast", 100.0))
+    )
+    chains = spread(SwarmView((slow, fast)), Span(0, 8), [64] * 4, Costs({}, pushes=False))
+    assert {chain[0].server.peer_id for chain in chains} == {"fast"}
+
+
 def test_nothing_is_spread_where_nobody_is() -> None:
     with pytest.raises(NoRoute, match=r"^no server holds blocks 4:8$"):
         spread(SwarmView((server_record("a", "0:4"),)), Span(0, 8), [64], Costs({}))

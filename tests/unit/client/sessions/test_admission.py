@@ -67,6 +67,21 @@ async def test_it_gets_room_when_its_turn_has_come(after_s: float, is_reported: 
         assert reasons == ([str(SHORTAGE)] if is_reported else [])
 
 
+@pytest.mark.parametrize("is_there_room", [False, True])
+async def test_a_session_that_may_not_wait_fails_at_once_and_asks_nobody(is_there_room: bool) -> None:
+    servers = FakeServers(a="0:6")
+    async with admission(servers) as session:
+        if not is_there_room:
+            servers.fill("a")
+        session.wait.may_wait = False
+        start_s = now_s()
+        for waiting in (session.wait.begin(SHORTAGE), session.hops()):
+            with pytest.raises(PeerBusy) as caught:
+                await waiting
+            assert caught.value is SHORTAGE
+        assert now_s() == start_s and not servers.calls and not session.events
+
+
 async def test_the_time_is_for_all_waits_until_there_was_room() -> None:
     servers = FakeServers(a="0:6")
     async with admission(servers) as session:

@@ -142,10 +142,8 @@ async def test_an_older_server_is_sent_what_it_knows() -> None:
 @pytest.mark.parametrize(
     ("name", "codec"),
     [
-        ("raw", pb.RAW),
         ("none", pb.RAW),
         ("bf16", pb.BFLOAT16_ELEMENTS),
-        ("int8", pb.INT8_BLOCKS),
         ("int4", pb.INT4_BLOCKS),
     ],
 )
@@ -218,12 +216,6 @@ async def test_an_error_that_cannot_be_measured_is_not_measured_again_at_once() 
     await asyncio.gather(*(found.prepare([chain()]) for _ in range(3)))
     await found.prepare([chain()])
     assert found.errors == {} and sorted(connections["a"].codecs) == [pb.RAW, pb.INT8_BLOCKS, pb.INT4_BLOCKS]
-
-
-async def test_before_a_prompt_has_come_all_is_raw() -> None:
-    found, connections = links({"a": 1e4, "b": 1e4})
-    await asyncio.wait_for(found.prepare([chain()]), 5)
-    assert found.codecs_of(chain()) == [pb.RAW] * 3 and connections["a"].num_measured == 0
 
 
 @pytest.mark.run_by(function=run_virtually)

@@ -48,6 +48,8 @@ class World:
         self.told: list[tuple[str, str]] = []  # who was told of a doubt, about whom
         self.gone = ""
         self.failures: list[str] = []
+        self.heard: list[str] = []  # whom others doubt
+        self.client = AccusationClient(self, self.heard.append)  # type: ignore[arg-type]
 
     def peer_id(self, number: int) -> str:
         return self.records[number].peer_id
@@ -77,6 +79,12 @@ class World:
     def tell(self, number: int, span: str) -> bool:
         accusations = AccusationClient(self)  # type: ignore[arg-type]
         return run(accusations.tell(self.peer_id(number), Span.parse(span), HIDDEN))
+
+    def read(self, publisher: int, *evidence: pb.Evidence) -> set[str]:
+        """Have the client read what one server publishes; return whom it has banned then."""
+        self.published = [(self.peer_id(publisher), each) for each in evidence]
+        run(self.client.read())
+        return self.banned
 
     def evidence(self, number: int, lie: Lying, span: str = "0:8") -> pb.Evidence:
         """What a server has signed when it lied."""
@@ -139,18 +147,15 @@ def test_who_signs_no_lie_and_whom_nobody_can_show_is_doubted(identities) -> Non
 
 def test_doubts_of_others_are_heard_and_ban_nobody(identities) -> None:
     """Not those of peers whose accusations were false, or about peers that are no servers."""
-    world, heard = World(identities, "0:8", "0:8", "0:8", "0:8"), []
-    accusations = AccusationClient(world, heard.append)  # type: ignore[arg-type]
-    world.published = [(world.peer_id(1), world.evidence(0, honest))]
-    run(accusations.read())
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    world.read(1, world.evidence(0, honest))
     world.doubted = {
         world.peer_id(1): [world.peer_id(2)],
         world.peer_id(2): [world.peer_id(0), world.peer_id(3), "nobody"],
         world.peer_id(3): [world.peer_id(0)],
     }
-    run(accusations.read())
-    assert sorted(heard) == sorted([world.peer_id(0), world.peer_id(3)])
-    assert not world.banned
+    assert not world.read(1)
+    assert sorted(world.heard) == sorted([world.peer_id(0), world.peer_id(3)])
 
 
 def test_one_that_lies_now_and_then_is_asked_until_it_signs_a_lie(identities) -> None:
@@ -171,67 +176,49 @@ def test_one_that_has_gone_is_not_accused(identities) -> None:
 
 def test_a_false_accusation_bans_nobody_and_its_author_is_not_heard_again(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8")
-    accusations = AccusationClient(world)  # type: ignore[arg-type]
-    world.published = [(world.peer_id(1), world.evidence(0, honest))]
-    run(accusations.read())
-    world.published = [(world.peer_id(1), world.evidence(2, scaled))]
-    run(accusations.read())
-    assert not world.banned
+    assert not world.read(1, world.evidence(0, honest))
+    assert not world.read(1, world.evidence(2, scaled))
     forged = world.evidence(0, scaled)
     forged.statement.signature = b"forged"
-    world.published = [(world.peer_id(3), forged)]
-    run(accusations.read())
-    assert not world.banned
+    assert not world.read(3, forged)
 
 
 def test_who_publishes_what_has_expired_by_this_clock_is_heard_again(identities, monkeypatch) -> None:
-    world = World(identities, "0:8", "0:8", "0:8")
-    accusations, now = AccusationClient(world), time.time()  # type: ignore[arg-type]
+    world, now = World(identities, "0:8", "0:8", "0:8"), time.time()
     monkeypatch.setattr(time, "time", lambda: now - LASTS_S - 1)
-    world.published = [(world.peer_id(1), world.evidence(2, scaled))]
+    expired = world.evidence(2, scaled)
     monkeypatch.undo()
-    run(accusations.read())
-    assert not world.banned
-    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(accusations.read())
-    assert world.banned == {world.peer_id(0)}
+    assert not world.read(1, expired)
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
 
 
 def test_liars_who_confirm_a_false_accusation_need_to_be_all_who_are_asked(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8", lying={2: zeros})
-    world.published = [(world.peer_id(1), world.evidence(0, honest))]
-    run(AccusationClient(world).read())  # type: ignore[arg-type]
-    assert not world.banned
+    assert not world.read(1, world.evidence(0, honest))
 
 
 def test_a_witness_that_fails_is_left_out(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8")
     world.gone = world.peer_id(2)
-    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    run(AccusationClient(world).read())  # type: ignore[arg-type]
-    assert world.banned == {world.peer_id(0)} and world.failures == [world.gone]
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+    assert world.failures == [world.gone]
 
 
 def test_an_accusation_without_an_answer_is_looked_into_three_times_and_only_a_few_at_a_time(identities) -> None:
     """The only witness is gone, so nothing comes of any of them."""
     world = World(identities, "0:8", "0:8", "0:8")
     world.gone = world.peer_id(2)
-    world.published = [(world.peer_id(1), world.evidence(0, scaled)) for _ in range(6)]
-    accusations = AccusationClient(world)  # type: ignore[arg-type]
+    accusations = [world.evidence(0, scaled) for _ in range(6)]
     for _ in range(8):
         num_asked = len(world.failures)
-        run(accusations.read())
+        assert not world.read(1, *accusations)
         assert len(world.failures) <= num_asked + 4
-    assert len(world.failures) == 3 * 6 and not world.banned
+    assert len(world.failures) == 3 * 6
 
 
 def test_a_witness_that_comes_back_is_heard(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8")
-    world.gone = world.peer_id(2)
-    world.published = [(world.peer_id(1), world.evidence(0, scaled))]
-    accusations = AccusationClient(world)  # type: ignore[arg-type]
-    run(accusations.read())
-    assert not world.banned
+    world.gone, accusation = world.peer_id(2), world.evidence(0, scaled)
+    assert not world.read(1, accusation)
     world.gone = ""
-    run(accusations.read())
-    assert world.banned == {world.peer_id(0)}
+    assert world.read(1, accusation) == {world.peer_id(0)}

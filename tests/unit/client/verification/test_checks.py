@@ -189,6 +189,13 @@ def test_four_bits_beside_others_are_no_lie() -> None:
     assert servers.verdict(quantised(servers, a="none").sample("a", "b", lying=in_four_bits, by="a")).lies
 
 
+@pytest.mark.parametrize("quant", ["int4", "nf4", "fp8"])
+def test_whoever_announces_four_bits_is_checked_too(quant: str) -> None:
+    servers = quantised(Servers(*THREE_OF_EACH, lying={"a": zeros}), a=quant)
+    (lie,) = servers.verdict(servers.sample("a", "b", lying=zeros, by="a")).lies
+    assert (lie.server, set(lie.witnesses)) == ("a", {"c", "e"})
+
+
 def test_four_bits_of_one_server_do_not_hide_what_another_makes_of_the_session() -> None:
     servers = quantised(Servers(*THREE_OF_EACH, lying={"a": in_four_bits, "b": scaled}), a="int4")
     sample = servers.sample("a", "b", lying=scaled, by="b")
@@ -313,13 +320,6 @@ def test_who_of_a_chain_lies_in_sessions_only_is_not_known() -> None:
     servers = Servers(*THREE_OF_EACH)
     verdict = servers.verdict(servers.sample("a", "b", lying=scaled, by="b"))
     assert verdict == CheckVerdict(suspects=frozenset("ab"))
-
-
-def test_a_server_that_is_gone_is_named() -> None:
-    servers = Servers("0:8", "0:8", gone="b")
-    with pytest.raises(PeerUnavailable) as raised:
-        servers.verdict(servers.sample("a"))
-    assert raised.value.peer_id == "b"
 
 
 def test_a_row_is_compared_where_it_is_no_padding() -> None:
