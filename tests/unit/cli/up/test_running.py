@@ -139,15 +139,6 @@ def test_a_server_that_does_not_start_ends_it_without_a_gateway(world: World) ->
     assert world.happened == ["server started", "server"]
 
 
-@pytest.mark.parametrize(("dying", "other"), [("server", "gateway"), ("gateway", "server")])
-def test_the_death_of_one_ends_the_other(world: World, dying: str, other: str) -> None:
-    half = getattr(world, dying)
-    steps = (world.server.get_ready, world.gateway.get_ready, world.see(UP), lambda: setattr(half, "code", -9))
-    with pytest.raises(SwarmError, match=f"^the {dying} was killed by SIGKILL; the {other} had to end, too$"):
-        world.run(*steps)
-    assert world.happened[-2:] == ["gateway", "server"] and ENDING not in world.happened
-
-
 @pytest.mark.parametrize(
     ("is_terminal", "environment", "expected"),
     [

@@ -204,6 +204,7 @@ def test_a_swarm_that_fails_is_asked_again(gateway: Gateway, monkeypatch: pytest
 
 
 def test_a_batch_that_is_too_old_is_over(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_LOOK_S", 0.02)
     store = BatchStore(None)
     gateway = serve(GatewayLimits(max_active=2), batches=store)
     gateway.says("a list", ends=None)

@@ -170,20 +170,18 @@ def test_history_at_the_resolution_that_fits(serve):
     assert ages(since=0)[0] == 3600
 
 
-@pytest.mark.parametrize(
-    ("query", "sentence"),
-    [
-        ("history?since=yesterday", "since is 'yesterday': expected a number"),
-        ("history?since=nan", "since is 'nan': expected a number"),
-        ("history?since=1e300", "since is '1e300': expected a number"),
-        ("history?resolution=7", "resolution is '7': expected auto or one of 10, 60, 3600 seconds"),
-        ("history?resolution=²", "resolution is '²': expected auto or one of"),
-        ("events?after=x", "after is 'x': expected a number"),
-    ],
-)
-def test_mistakes_are_named(serve, query, sentence):
-    answer = serve(FakeMonitor(server("a", "0:20"))).get(f"/{query}", headers=JSON)
-    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
+def test_mistakes_are_named(serve):
+    api = serve(FakeMonitor(server("a", "0:20")))
+    for query, sentence in {
+        "history?since=yesterday": "since is 'yesterday': expected a number",
+        "history?since=nan": "since is 'nan': expected a number",
+        "history?since=1e300": "since is '1e300': expected a number",
+        "history?resolution=7": "resolution is '7': expected auto or one of 10, 60, 3600 seconds",
+        "history?resolution=²": "resolution is '²': expected auto or one of",
+        "events?after=x": "after is 'x': expected a number",
+    }.items():
+        answer = api.get(f"/{query}", headers=JSON)
+        assert answer.status_code == 400 and sentence in answer.json()["error"]["message"]
 
 
 def test_events_as_a_stream_and_as_a_list(serve):

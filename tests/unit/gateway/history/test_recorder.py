@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,28 +38,43 @@ def kinds(recorder: HistoryRecorder) -> list[str]:
     return [str(stored.event.kind) for stored in recorder.events(-1)]
 
 
+async def started(monitor: FakeMonitor, history: HistoryStore, *clock: Clock) -> HistoryRecorder:
+    """A recorder that has looked once."""
+    recorder = HistoryRecorder(monitor, history, *clock)
+    await recorder.start()
+    await until(lambda: recorder.latest.time)
+    return recorder
+
+
+@asynccontextmanager
+async def recording(
+    monitor: FakeMonitor, history: HistoryStore | None = None, *clock: Clock
+) -> AsyncIterator[HistoryRecorder]:
+    recorder = await started(monitor, history or HistoryStore(None), *clock)
+    yield recorder
+    await recorder.close()
+
+
+async def event(number: int, *recorders: HistoryRecorder) -> None:
+    """Wait until this is the last event that they know."""
+    await until(lambda: all(recorder.latest.last_event_id == number for recorder in recorders))
+
+
 async def test_events_as_they_happen():
     monitor = FakeMonitor(server("a", "0:20"), server("b", "0:10"))
-    recorder = HistoryRecorder(monitor, HistoryStore(None))
-    await recorder.start()
-    looks = 0
-
-    def looked() -> None:
-        nonlocal looks
-        looks += 1
-
-    stop = recorder.listen(looked)
-    await until(lambda: looks > 2)
-    assert kinds(recorder) == []  # who was there before has not joined
-    monitor.put(server("c", "10:20", state=ServerState.JOINING))
-    await until(lambda: recorder.latest.last_event_id == 1)
-    monitor.change("a", answers=False)
-    await until(lambda: recorder.latest.last_event_id == 3)
-    monitor.remove("b")
-    await until(lambda: recorder.latest.last_event_id == 5)
-    assert kinds(recorder) == ["joined", "unreachable", "blocks_lost", "left", "blocks_lost"]
-    stop()
-    await recorder.close()
+    async with recording(monitor) as recorder:
+        looks: list[None] = []
+        stop = recorder.listen(lambda: looks.append(None))
+        await until(lambda: len(looks) > 2)
+        assert kinds(recorder) == []  # who was there before has not joined
+        monitor.put(server("c", "10:20", state=ServerState.JOINING))
+        await event(1, recorder)
+        monitor.change("a", answers=False)
+        await event(3, recorder)
+        monitor.remove("b")
+        await event(5, recorder)
+        assert kinds(recorder) == ["joined", "unreachable", "blocks_lost", "left", "blocks_lost"]
+        stop()
 
 
 async def test_looking_waits_for_the_first_look_and_says_why_there_is_none():
@@ -105,20 +122,17 @@ async def test_samples_every_ten_seconds_and_tallies_survive_a_restart(tmp_path:
 
 
 async def test_two_gateways_at_one_file_write_each_event_once(tmp_path: Path):
-    monitor = FakeMonitor(server("a", "0:20"), server("b", "0:20"))
-    first, second = (HistoryRecorder(monitor, HistoryStore(tmp_path / "home.sqlite")) for _ in range(2))
-    for each in (first, second):
-        await each.start()
-        await until(lambda: each.latest.time)  # noqa: B023
-    monitor.change("b", answers=False)
-    await until(lambda: first.latest.last_event_id and second.latest.last_event_id)
-    monitor.change("b", answers=True)
-    await until(lambda: first.latest.last_event_id == second.latest.last_event_id == 2)
-    assert kinds(first) == kinds(second) == ["unreachable", "back"]
-    await first.close()
-    monitor.remove("b")  # the second writes now
-    await until(lambda: second.latest.last_event_id == 3)
-    await second.close()
+    monitor, path = FakeMonitor(server("a", "0:20"), server("b", "0:20")), tmp_path / "home.sqlite"
+    first = await started(monitor, HistoryStore(path))
+    async with recording(monitor, HistoryStore(path)) as second:
+        monitor.change("b", answers=False)
+        await event(1, first, second)
+        monitor.change("b", answers=True)
+        await event(2, first, second)
+        assert kinds(first) == kinds(second) == ["unreachable", "back"]
+        await first.close()
+        monitor.remove("b")  # the second writes now
+        await event(3, second)
 
 
 class LateMonitor(FakeMonitor):
@@ -135,104 +149,79 @@ class LateMonitor(FakeMonitor):
 
 async def test_who_goes_on_writing_does_not_write_again_what_the_other_has(tmp_path: Path):
     early, late = (kind(server("a", "0:20"), server("b", "0:20")) for kind in (FakeMonitor, LateMonitor))
-    first, second = (HistoryRecorder(monitor, HistoryStore(tmp_path / "home.sqlite")) for monitor in (early, late))
-    for each in (first, second):
-        await each.start()
-        await until(lambda: each.latest.time)  # noqa: B023
-    early.change("b", answers=False)
-    await until(lambda: first.latest.last_event_id == 1)
-    await first.close()
-    late.change("b", answers=False)
-    late.goes_on.set()
-    await until(lambda: second.latest.last_event_id)
-    late.remove("b")
-    await until(lambda: second.latest.last_event_id == 2)
-    assert kinds(second) == ["unreachable", "left"]
-    await second.close()
+    path = tmp_path / "home.sqlite"
+    first = await started(early, HistoryStore(path))
+    async with recording(late, HistoryStore(path)) as second:
+        early.change("b", answers=False)
+        await event(1, first)
+        await first.close()
+        late.change("b", answers=False)
+        late.goes_on.set()
+        await event(1, second)
+        late.remove("b")
+        await event(2, second)
+        assert kinds(second) == ["unreachable", "left"]
 
 
-def locked() -> sqlite3.OperationalError:
-    error = sqlite3.OperationalError("database is locked")
-    error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-    return error
+class FailingHistory(HistoryStore):
+    """``errors``: what these methods raise, by their names."""
 
-
-class BusyHistory(HistoryStore):
-    is_busy = False
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.errors: dict[str, sqlite3.OperationalError] = {}
 
     def add_sample(self, *args: object) -> None:
-        if self.is_busy:
-            raise locked()
+        if "add_sample" in self.errors:
+            raise self.errors["add_sample"]
         super().add_sample(*args)
 
     def add_events(self, *args: object) -> None:
-        if self.is_busy == "at once":
-            raise locked()
+        if "add_events" in self.errors:
+            raise self.errors["add_events"]
         super().add_events(*args)
 
 
-@pytest.mark.parametrize("busy", ["at once", "after the events"])
-async def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, busy: str):
+@pytest.mark.parametrize("methods", [("add_events", "add_sample"), ("add_sample",)])
+async def test_what_happens_while_the_file_is_busy_is_written_once(tmp_path: Path, methods: tuple[str, ...]):
     clock, monitor = Clock(), FakeMonitor(server("a", "0:20"), server("b", "0:20"))
-    history = BusyHistory(tmp_path / "home.sqlite")
-    recorder = HistoryRecorder(monitor, history, clock)
-    await recorder.start()
-    await until(lambda: recorder.latest.time == clock.now)
-    history.is_busy = busy
-    monitor.change("b", answers=False)
-    clock.now += 10.0
-    await until(lambda: recorder.latest.time == clock.now)
-    for answers in (True, False):
-        monitor.change("b", answers=answers)
-        clock.now += 10.0
-        await until(lambda: recorder.latest.time == clock.now)
-    history.is_busy = False
-    await until(lambda: recorder.latest.last_event_id == 3)
-    monitor.remove("b")
-    await until(lambda: recorder.latest.last_event_id == 4)
-    await recorder.close()
+    history, locked = FailingHistory(tmp_path / "home.sqlite"), sqlite3.OperationalError("database is locked")
+    locked.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    async with recording(monitor, history, clock) as recorder:
+        history.errors = dict.fromkeys(methods, locked)
+        for answers in (False, True, False):
+            monitor.change("b", answers=answers)
+            clock.now += 10.0
+            await until(lambda: recorder.latest.time == clock.now)
+        history.errors = {}
+        await event(3, recorder)
+        monitor.remove("b")
+        await event(4, recorder)
     kept = [str(stored.event.kind) for stored in HistoryStore(tmp_path / "home.sqlite").events()]
     assert kept == ["unreachable", "back", "unreachable", "left"]
 
 
-class FullDisk(HistoryStore):
-    is_full = False
-
-    def add_events(self, *args: object) -> None:
-        if self.is_full:
-            raise sqlite3.OperationalError("database or disk is full")
-        super().add_events(*args)
-
-
 async def test_a_full_disk_is_said_once_and_events_go_on(tmp_path: Path, caplog):
-    monitor = FakeMonitor(server("a", "0:20"), server("b", "0:20"))
-    history = FullDisk(tmp_path / "home.sqlite")
-    recorder = HistoryRecorder(monitor, history)
-    await recorder.start()
-    await until(lambda: recorder.latest.time)
-    monitor.change("b", answers=False)
-    await until(lambda: recorder.latest.last_event_id == 1)
-    history.is_full = True
-    monitor.change("b", answers=True)
-    await until(lambda: recorder.latest.last_event_id == 2)  # numbers go on
-    monitor.remove("b")
-    await until(lambda: recorder.latest.last_event_id == 3)
-    assert kinds(recorder) == ["back", "left"]
-    await recorder.close()
+    monitor, history = FakeMonitor(server("a", "0:20"), server("b", "0:20")), FailingHistory(tmp_path / "home.sqlite")
+    async with recording(monitor, history) as recorder:
+        monitor.change("b", answers=False)
+        await event(1, recorder)
+        history.errors = {"add_events": sqlite3.OperationalError("database or disk is full")}
+        monitor.change("b", answers=True)
+        await event(2, recorder)  # numbers go on
+        monitor.remove("b")
+        await event(3, recorder)
+        assert kinds(recorder) == ["back", "left"]
     assert caplog.text.count("cannot be written (database or disk is full): from now on it is kept in memory") == 1
 
 
 async def test_a_mistake_in_one_look_does_not_end_looking(caplog):
     monitor = FakeMonitor(server("a", "0:20"))
-    recorder = HistoryRecorder(monitor, HistoryStore(None))
-    await recorder.start()
-    await until(lambda: recorder.latest.time)
-    good, monitor.servers = monitor.servers, None
-    await until(lambda: "a look at the swarm failed" in caplog.text)
-    monitor.servers = good
-    seen = recorder.latest.time
-    await until(lambda: recorder.latest.time > seen)
-    await recorder.close()
+    async with recording(monitor) as recorder:
+        good, monitor.servers = monitor.servers, None
+        await until(lambda: "a look at the swarm failed" in caplog.text)
+        monitor.servers = good
+        seen = recorder.latest.time
+        await until(lambda: recorder.latest.time > seen)
 
 
 async def test_what_a_sample_has():
@@ -242,13 +231,9 @@ async def test_what_a_sample_has():
         server("c", "15:20", state=ServerState.JOINING),
         server("d", "0:20", answers=False),
     )
-    recorder = HistoryRecorder(monitor, HistoryStore(None))
-    await recorder.start()
-    await until(lambda: recorder.latest.time)
-    sample = sample_of(recorder.latest)
-    assert (sample.servers, sample.servers_online, sample.blocks_missing) == (4, 2, 5)
-    assert sample.queue_delay_s == pytest.approx(0.03)
-    assert sample.kv_used == pytest.approx(75 * 10 / (100 * 15))  # by blocks
-    unreached = replace(recorder.latest, snapshot=None)
-    assert sample_of(unreached).servers == 0
-    await recorder.close()
+    async with recording(monitor) as recorder:
+        sample = sample_of(recorder.latest)
+        assert (sample.servers, sample.servers_online, sample.blocks_missing) == (4, 2, 5)
+        assert sample.queue_delay_s == pytest.approx(0.03)
+        assert sample.kv_used == pytest.approx(75 * 10 / (100 * 15))  # by blocks
+        assert sample_of(replace(recorder.latest, snapshot=None)).servers == 0
