@@ -7,6 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -32,38 +33,32 @@ def often(monkeypatch) -> None:
 
 
 @pytest.fixture
-def show(browser) -> Iterator[Callable[..., Any]]:
+def show(new_page) -> Iterator[Callable[..., Any]]:
     """Opens the monitor of a swarm, which must not complain in the console."""
-    closing: list[Callable[[], object]] = []
-    complaints: list[str] = []
+    pages: list[Any] = []
+    with ExitStack() as serving:
 
-    def start(
-        monitor: FakeMonitor,
-        *,
-        viewport: dict[str, int] = WIDE,
-        dark: bool = False,
-        before: Callable[[Any], object] = lambda page: None,
-        **options: Any,
-    ) -> Any:
-        served = monitor_served(monitor, **options)
-        url = served.__enter__()
-        closing.append(lambda: served.__exit__(None, None, None))
-        context = browser.new_context(viewport=viewport, color_scheme="dark" if dark else "light")
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
-        closing.append(context.close)
-        page = context.new_page()
-        page.set_default_timeout(DEADLINE_S * 1000)
-        page.on("console", lambda message: message.type == "error" and complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        before(page)
-        page.goto(f"{url}/monitor")
-        return page
+        def start(
+            monitor: FakeMonitor,
+            *,
+            before: Callable[[Any], object] = lambda page: None,
+            keys=(),
+            history=None,
+            **look: Any,
+        ) -> Any:
+            url = serving.enter_context(monitor_served(monitor, keys=keys, history=history))
+            page = new_page(**look)
+            page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
+            pages.append(page)
+            before(page)
+            page.goto(f"{url}/monitor")
+            return page
 
-    yield start
-    for close in reversed(closing):
-        close()
-    refused = re.compile("the server responded with a status of (401|502)")  # the browser says it by itself
-    assert [text for text in complaints if not refused.search(text)] == []
+        yield start
+        for page in pages:
+            page.context.close()  # before the gateway goes, of which it would complain
+            refused = re.compile("the server responded with a status of (401|502)")  # the browser says it by itself
+            page.problems[:] = [text for text in page.problems if not refused.search(text)]
 
 
 def row(page: Any, name: str) -> Any:
@@ -277,10 +272,10 @@ def test_by_keyboard_alone(show):
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("swarm", ["one", "hundred", "broken"])
-def test_axe_finds_nothing_serious(show, viewport, dark, swarm):
+def test_axe_finds_nothing_serious(show, viewport, colours, swarm):
     monitors = {
         "one": lambda: FakeMonitor(server("aaaaaa", "0:20")),
         "hundred": a_hundred,
@@ -288,7 +283,7 @@ def test_axe_finds_nothing_serious(show, viewport, dark, swarm):
     }
     history = HistoryStore(None)
     history.add_events([SwarmEvent(kind, MODEL, "peer", "0:4", "online", "joining") for kind in EventKind], 1.0)
-    page = show(monitors[swarm](), viewport=viewport, dark=dark, history=history)
+    page = show(monitors[swarm](), viewport=viewport, color_scheme=colours, history=history)
     expect(page.locator(".map tbody tr").first).to_be_visible()
     expect(page.locator(".events li")).to_have_count(len(EventKind))
     assert serious_violations(page) == []

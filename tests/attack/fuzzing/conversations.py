@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from random import Random
 
 import torch
@@ -270,30 +271,22 @@ def _backward(honest: HonestRequests, chance: Random) -> Conversation:
     return Conversation("Backward", (Call("Forward", forward), *[again] * chance.choice((1, 2))))
 
 
-def _accuse(honest: HonestRequests, chance: Random) -> Conversation:
-    return Conversation("Accuse", (Call("Accuse", (honest.evidence(chance),)),))
+_REQUESTS: dict[str, Callable[[HonestRequests, Random], Message]] = {
+    "Accuse": lambda honest, chance: honest.evidence(chance),
+    "Doubt": lambda honest, chance: pb.DoubtRequest(
+        peer_id=chance.choice((honest.record.peer_id, "another", "x" * chance.randrange(4096)))
+    ),
+    "Describe": lambda _honest, _chance: pb.DescribeRequest(),
+    "Echo": lambda _honest, chance: pb.EchoRequest(
+        payload=chance.randbytes(9), reply_bytes=chance.choice((0, 9, MIB, MIB + 1))
+    ),
+    "GetOffer": lambda _honest, _chance: pb.OfferRequest(),
+    "GetPiece": lambda _honest, chance: pb.PieceRequest(sha256=chance.randbytes(32)),
+}
 
 
-def _doubt(honest: HonestRequests, chance: Random) -> Conversation:
-    peer_id = chance.choice((honest.record.peer_id, "another", "x" * chance.randrange(4096)))
-    return Conversation("Doubt", (Call("Doubt", (pb.DoubtRequest(peer_id=peer_id),)),))
-
-
-def _describe(_honest: HonestRequests, _chance: Random) -> Conversation:
-    return Conversation("Describe", (Call("Describe", (pb.DescribeRequest(),)),))
-
-
-def _echo(_honest: HonestRequests, chance: Random) -> Conversation:
-    request = pb.EchoRequest(payload=chance.randbytes(9), reply_bytes=chance.choice((0, 9, MIB, MIB + 1)))
-    return Conversation("Echo", (Call("Echo", (request,)),))
-
-
-def _get_offer(_honest: HonestRequests, _chance: Random) -> Conversation:
-    return Conversation("GetOffer", (Call("GetOffer", (pb.OfferRequest(),)),))
-
-
-def _get_piece(_honest: HonestRequests, chance: Random) -> Conversation:
-    return Conversation("GetPiece", (Call("GetPiece", (pb.PieceRequest(sha256=chance.randbytes(32)),)),))
+def _one_request(kind: str, honest: HonestRequests, chance: Random) -> Conversation:
+    return Conversation(kind, (Call(kind, (_REQUESTS[kind](honest, chance),)),))
 
 
 _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
@@ -307,11 +300,6 @@ _KINDS: dict[str, Callable[[HonestRequests, Random], Conversation]] = {
     "PutAdapter": _put_adapter,
     "Forward": _forward,
     "Backward": _backward,
-    "Accuse": _accuse,
-    "Doubt": _doubt,
-    "Describe": _describe,
-    "Echo": _echo,
-    "GetOffer": _get_offer,
-    "GetPiece": _get_piece,
+    **{kind: partial(_one_request, kind) for kind in _REQUESTS},
 }
 RPCS = tuple(_KINDS)
