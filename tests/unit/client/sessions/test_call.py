@@ -84,6 +84,11 @@ def test_a_call_that_is_not_cut_yet_is_not_complete() -> None:
     assert not call.complete
 
 
+def test_it_knows_its_own_steps_alone() -> None:
+    call = call_of()
+    assert call.step(FIRST - 1) is call.step(FIRST + 3) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reordered"), [((), False), ((CROP,), False), ((REORDER,), True), ((CROP, REORDER), True)]
 )
