@@ -16,6 +16,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.span import Span
 from swarm_server.core.counters import Counters
 from swarm_server.kv.kv_cache import CacheBudget
+from swarm_server.kv.offload import KvOffload
 from swarm_server.metrics import families
 
 BY_PROMETHEUS = {"up"}
@@ -36,7 +37,8 @@ class _Everything(Collector):
         self._peer_id = peer_id
 
     def collect(self) -> Iterable[Metric]:
-        sessions = SimpleNamespace(num_sessions=0, admission=(), services=SimpleNamespace(budget=CacheBudget(8, 1)))
+        services = SimpleNamespace(budget=CacheBudget(8, 1), offload=KvOffload())
+        sessions = SimpleNamespace(num_sessions=0, admission=(), services=services)
         record = ServerRecord(self._peer_id, ("127.0.0.1:1",), "model", "revision", 2, Span(0, 1))
         yield from families.counted(Counters())
         yield from families.state(record, sessions)
