@@ -64,9 +64,11 @@ def http_server(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], run: Callable[[], object], code: int = 2) -> str:
