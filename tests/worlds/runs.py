@@ -63,6 +63,28 @@ class World:
         """Nothing passes between these and the others, and nobody is told."""
         self.cut |= {frozenset((a, b)) for a in peers for b in self.peers if b not in peers}
 
+    def fail_at_message(self, number: int, victims: Sequence[SimulatedPeer], failure: str) -> list[SimulatedPeer]:
+        """At the ``number``-th message from now on, to or from one of these peers: kill them, isolate them, or isolate
+        them for a while (``pause``). They are in the list that is returned once that has happened."""
+        loop, ids, failed = asyncio.get_running_loop(), [peer.peer_id for peer in victims], list[SimulatedPeer]()
+        left = [number]
+
+        def strike(source: str, target: str, _message: Any) -> None:
+            left[0] -= source in ids or target in ids
+            if left[0] or failed:
+                return
+            failed.extend(victims)
+            if failure == "kill":
+                for peer_id in ids:
+                    loop.call_soon(self.kill, peer_id)
+            else:
+                self.isolate(*ids)
+            if failure == "pause":
+                loop.call_later(8.0, self.cut.clear)
+
+        self.on_message = strike
+        return failed
+
     def kill(self, peer_id: str) -> None:
         """Connections break, and its address refuses others."""
         self.dead.add(peer_id)

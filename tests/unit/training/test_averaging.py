@@ -15,17 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.averaging.sums import ChunkSum
 from swarm_training.core.bitmap import from_bits, to_bits
-from swarm_training.core.record import Progress
-from swarm_training.net.channels import GrpcNetwork
 from tests.unit.held import held_bytes
-from tests.worlds.identities import identity
 from tests.worlds.reducers import group_of, reduce_all
 from tests.worlds.runs import World
 
@@ -165,10 +161,3 @@ async def test_once_a_step_is_taken_the_results_of_its_rounds_are_all_that_is_ke
         kept = await rounds.find(f"group {step}", 0, 1.0)
         assert [chunk.data for chunk in kept.serve_fetch(range(10))] == list(reducer.round.results.values())
         del kept, reducer
-
-
-async def test_an_address_that_cannot_be_is_no_peer_that_is_gone() -> None:
-    network = GrpcNetwork(ClientCredentials(identity(0)))
-    for address in ("127.0.0.1:99999", "127.0.0.1:-1", "nowhere", ""):
-        assert not await network.is_gone(Progress("run", "peer", address=address))
-    await network.close()

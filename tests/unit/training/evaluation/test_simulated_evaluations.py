@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +15,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.evaluation.evaluation import Evaluation, Snapshot
 from swarm_training.evaluation.policy import evaluators_of
 from swarm_training.optim.local_steps import LocalSteps
-from tests.marks import IN_VIRTUAL_TIME, in_tiers
+from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all
 
 pytestmark = IN_VIRTUAL_TIME
@@ -150,59 +149,6 @@ async def test_the_run_ends_for_all_at_the_same_step_and_gives_the_last_state_to
     assert all(torch.equal(peer.parameter, peers[0].parameter) for peer in peers)
     assert len(peers[0].groups) > len(late.groups) + 1, "nobody was late"
     assert len(peers[0].peer.evaluator.history.losses) == 3
-
-
-@pytest.mark.parametrize("seed", [1, *in_tiers(8, 40)[2:]])
-@pytest.mark.parametrize("failure", ["kill", "pause"])
-async def test_a_failure_at_any_message_parts_nobody_at_the_end(failure: str, seed: int) -> None:
-    """The loss never falls, so that the run ends as soon as three of its losses are agreed on."""
-    rng = random.Random(seed)
-
-    def constant(_model: nn.Module) -> Iterator[tuple[float, int]]:
-        yield 1.0, 1
-
-    async def train(peer: SimulatedPeer) -> None:
-        generator = torch.Generator().manual_seed(peer.number)
-        while not peer.peer.reason_of_end:
-            await asyncio.sleep(rng.uniform(0.3, 0.7))
-            if not peer.peer.reason_of_end:
-                await peer.step(torch.randn(37, generator=generator), 10)
-        await peer.peer.leave()
-        peer.world.kill(peer.peer_id)  # as a process that ends
-
-    world = World()
-    peers = await enter_all(
-        world,
-        4,
-        target=60,
-        evaluation=lambda parameter: Evaluation(Distance(parameter), constant, every=1, patience=2),
-    )
-    victim = rng.choice(peers)
-    left = [rng.randrange(1, 200)]
-    loop = asyncio.get_running_loop()
-
-    def strike(source: str, target: str, message: Any) -> None:
-        left[0] -= victim.peer_id in (source, target)
-        if left[0] == 0:
-            left[0] = -1
-            if failure == "kill":
-                loop.call_soon(world.kill, victim.peer_id)
-            else:
-                world.isolate(victim.peer_id)
-                loop.call_later(8.0, world.cut.clear)
-
-    world.on_message = strike
-    tasks = {peer.number: peer.spawn(train(peer)) for peer in peers}
-    survivors = [peer for peer in peers if peer is not victim]
-    await all_done([tasks[peer.number] for peer in survivors])
-    if failure == "pause":
-        await all_done([tasks[victim.number]])
-    last = {peer.state.moment for peer in survivors}
-    assert len(last) == 1 and len({peer.peer.evaluator.history for peer in survivors}) == 1
-    assert all(peer.peer.own.has_ended for peer in survivors)
-    for moment, parameters in victim.moments.items():
-        assert moment <= max(last) and torch.equal(parameters, survivors[0].moments.get(moment, parameters))
-    assert all(torch.equal(peer.parameter, survivors[0].parameter) for peer in survivors)
 
 
 async def test_a_peer_that_cannot_compute_the_loss_leaves_it_to_the_next() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarm_training.ledger.archive import Archive, read_rounds, restored
-from swarm_training.ledger.ledger import Ledger, UserTotal
+from swarm_training.ledger.ledger import UserTotal
 from tests.unit.training.ledger.members import ADA, ORGANISER
 from tests.unit.training.ledger.test_ledger import LIMITS, a_round, entry, round_of
 
@@ -79,16 +79,6 @@ def test_what_is_not_of_this_run_is_left_out_and_said(tmp_path: Path, caplog: py
     assert totals_in(archive.path) == {"ada": UserTotal(2, 1), "bob": UserTotal(1, 1)}
     assert "1 rounds in the ledger" in caplog.text
     assert f"2 lines of {archive.path} are left out: they are damaged, or of another run" in caplog.text
-
-
-def test_files_of_several_peers_can_be_joined(tmp_path: Path) -> None:
-    one, other = (written(tmp_path / name, steps).path for name, steps in (("a", range(2)), ("b", range(1, 4))))
-    both = tmp_path / "both"
-    both.write_bytes(one.read_bytes() + other.read_bytes())
-    ledger = Ledger("run", LIMITS, ORGANISER.public)
-    for data in read_rounds(both, "run"):
-        ledger.add(data)
-    assert ledger.totals() == {"ada": UserTotal(8, 4), "bob": UserTotal(4, 4)}
 
 
 def test_other_files_are_not_written_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,20 +13,18 @@ from swarm_training.numerics.centered_clip import centered_clip
 ONES = torch.ones(10)
 
 
-def vectors(scale: float, attackers: int = 3, n: int = 500, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Honest ones around a direction, then attackers that point the other way; and the mean of the honest."""
-    generator = torch.Generator().manual_seed(seed)
+def vectors(scale: float, attackers: int = 3, n: int = 500) -> Tensor:
+    """Honest ones around a direction, then attackers that point the other way."""
+    generator = torch.Generator().manual_seed(0)
     centre = torch.randn(n, generator=generator) / n**0.5
     x = centre + 0.5 * torch.randn(10, n, generator=generator) / n**0.5
-    honest = x[: 10 - attackers].mean(0)
     x[10 - attackers :] *= -scale
-    return x, honest
+    return x
 
 
 def clipped(x: Tensor, weights: Tensor, tau: float) -> Tensor:
-    """From the coordinatewise median of the vectors that count."""
-    counted = x[x.isfinite().all(1) & (weights > 0)]
-    return centered_clip(x, weights, tau, (counted if len(counted) else x).median(0).values)
+    """From the coordinatewise median."""
+    return centered_clip(x, weights, tau, x.median(0).values)
 
 
 def by_the_formula(x: Tensor, w: Tensor, tau: float) -> Tensor:
@@ -45,7 +43,7 @@ def by_the_formula(x: Tensor, w: Tensor, tau: float) -> Tensor:
 @pytest.mark.parametrize("tau", [0.05, 0.3, 1.0, 100.0])
 @pytest.mark.parametrize("weights", [ONES, torch.arange(1.0, 11.0)])
 def test_it_is_where_the_formula_stops(tau: float, weights: Tensor) -> None:
-    x, _ = vectors(5.0)
+    x = vectors(5.0)
     v = clipped(x, weights, tau)
     torch.testing.assert_close(v.double(), by_the_formula(x, weights, tau), rtol=0, atol=1e-3 * tau)
     differences = x.double() - v
@@ -53,40 +51,29 @@ def test_it_is_where_the_formula_stops(tau: float, weights: Tensor) -> None:
     assert float((weights.double() @ shortened).norm()) < 2e-5 * tau * float(weights.sum())
 
 
-@pytest.mark.parametrize("scale", [1, 10, 1000, 1e30])
-def test_attackers_move_it_by_a_bounded_distance(scale: float) -> None:
-    x, honest = vectors(scale)
-    tau = float((x[:7] - honest).norm(dim=1).median())
-    assert float((clipped(x, ONES, tau) - honest).norm()) < tau
-    if scale >= 10:
-        assert float((x.mean(0) - honest).norm()) > 3 * tau
-
-
 def test_an_infinite_tau_gives_the_weighted_mean() -> None:
-    x, _ = vectors(3.0)
+    x = vectors(3.0)
     weights = torch.arange(10.0)
     torch.testing.assert_close(clipped(x, weights, math.inf), weights @ x / weights.sum())
 
 
-def test_weights_count_and_those_of_zero_do_not() -> None:
-    x, _ = vectors(3.0)
-    twice = clipped(torch.cat([x, x[:1]]), torch.ones(11), 0.3)
-    weighted = clipped(x, torch.tensor([2.0] + [1.0] * 9), 0.3)
-    torch.testing.assert_close(twice, weighted, rtol=0, atol=1e-5)
-    none = clipped(x, torch.tensor([1.0] * 7 + [0.0] * 3), 0.3)
-    torch.testing.assert_close(none, clipped(x[:7], torch.ones(7), 0.3), rtol=0, atol=1e-6)
+def test_what_is_not_finite_or_weighs_nothing_does_not_count() -> None:
+    x, start = vectors(3.0), torch.zeros(500)
+    x[7, 3], x[8, 3] = math.nan, math.inf
+    weights = torch.tensor([1.0] * 9 + [0.0])
+    torch.testing.assert_close(centered_clip(x, weights, 0.3, start), centered_clip(x[:7], ONES[:7], 0.3, start))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_vectors_that_are_not_finite_do_not_count(value: float) -> None:
-    x, _ = vectors(1.0)
-    spoilt = x.clone()
-    spoilt[9, 3] = value
-    torch.testing.assert_close(clipped(spoilt, ONES, 0.3), clipped(x[:9], ONES[:9], 0.3))
+@pytest.mark.parametrize("scale", [10.0, 1e30])
+def test_attackers_move_it_by_a_bounded_distance(scale: float) -> None:
+    x = vectors(scale)
+    honest = x[:7].mean(0)
+    tau = float((x[:7] - honest).norm(dim=1).median())
+    assert float((clipped(x, ONES, tau) - honest).norm()) < tau < float((x.mean(0) - honest).norm()) / 3
 
 
 def test_the_start_does_not_matter() -> None:
-    x, _ = vectors(10.0)
+    x = vectors(10.0)
     far = centered_clip(x, ONES, 0.5, start=torch.full((500,), 3.0))
     torch.testing.assert_close(far, clipped(x, ONES, 0.5), rtol=0, atol=1e-4)
 
@@ -96,4 +83,4 @@ def test_the_start_does_not_matter() -> None:
 )
 def test_what_makes_no_sense_is_refused(weights: Tensor, tau: float) -> None:
     with pytest.raises(ValueError, match="expect"):
-        clipped(vectors(1.0)[0], weights, tau)
+        clipped(vectors(1.0), weights, tau)
