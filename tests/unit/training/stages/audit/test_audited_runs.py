@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from swarm_training.core.bitmap import from_bits
 from swarm_training.stages.engine.stage import Stage, StageGradients, StageOutput
 from swarm_training.stages.trainer.trainer import StepReport
-from tests.marks import SLOW
 from tests.unit.training.stages.trainer.test_whole_runs import require_equal
 from tests.worlds.whole_runs import MICRO_BATCHES, RunningPeer, WholeRun
 
@@ -23,9 +21,9 @@ LIMIT_S = 300.0
 Lie = Callable[[StageGradients], StageGradients]
 
 
-def scaled(gradients: StageGradients, weights: float, inputs: float) -> StageGradients:
-    given = None if gradients.inputs is None else inputs * gradients.inputs
-    return replace(gradients, inputs=given, parameters=[weights * each for each in gradients.parameters])
+def negated(gradients: StageGradients) -> StageGradients:
+    inputs = None if gradients.inputs is None else -gradients.inputs
+    return replace(gradients, inputs=inputs, parameters=[-each for each in gradients.parameters])
 
 
 class LyingStage:
@@ -51,20 +49,12 @@ class LyingStage:
 
 @asynccontextmanager
 async def trained(
-    steps: int | None,
-    per_stage: list[int],
-    liar_at: int | None,
-    audit_share: float,
-    *,
-    later: bool = False,
-    founds: bool = False,
-    **lie: Any,
-) -> AsyncIterator[tuple[WholeRun, RunningPeer | None, asyncio.Task[None], list[StepReport]]]:
-    """A run of so many peers per stage, one of them a liar, and its trainer. ``later``: it lies while there are
-    micro-batches in its sums, and not before. ``founds``: it is the founder of its stage, who alone decides about the
-    first step."""
+    per_stage: list[int], liar_at: int, *, later: bool = False, founds: bool = False, **lie: Any
+) -> AsyncIterator[tuple[WholeRun, RunningPeer, list[StepReport]]]:
+    """A run of so many peers per stage, one of them a liar, and its trainer, who audits all answers. ``later``: it lies
+    while there are micro-batches in its sums, and not before. ``founds``: it is the founder of its stage, who alone
+    decides about the first step."""
     async with asyncio.timeout(LIMIT_S), WholeRun.running(len(per_stage), 0) as run:
-        liar = None
         for index, count in enumerate(per_stage):
             for number in range(count):
                 if (index, number) != (liar_at, 0 if founds else 1):
@@ -80,9 +70,9 @@ async def trained(
                     await run.until(lambda: run.peers[-1].moment is not None)
         await run.until(lambda: all(peer.moment is not None for peer in run.peers))
         reports: list[StepReport] = []
-        training = asyncio.ensure_future(run.train(steps, reports, audit_share=audit_share))
+        training = asyncio.ensure_future(run.train(None, reports, audit_share=1.0))
         try:
-            yield run, liar, training, reports
+            yield run, liar, reports
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
@@ -91,19 +81,16 @@ async def trained(
 @pytest.mark.parametrize(
     ("stage", "lie"),
     [
-        (0, {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}),
-        pytest.param(1, {"backward": lambda found: scaled(found, -1.0, -1.0), "later": True}, marks=SLOW),
-        pytest.param(1, {"backward": lambda found: scaled(found, 1.5, 1.0)}, marks=SLOW),
-        pytest.param(1, {"backward": lambda found: scaled(found, 1.0, 1.5)}, marks=SLOW),
+        (0, {"backward": negated, "later": True}),
         (0, {"forward": -1.0}),
         (1, {"backward": lambda found: replace(found, loss_sum=0.5 * found.loss_sum)}),
     ],
-    ids=["signs", "signs at the last stage", "weights alone", "inputs alone", "outputs", "the loss"],
+    ids=["signs", "outputs", "the loss"],
 )
 async def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str, Any]) -> None:
     per_stage = [1, 1]
     per_stage[stage] = 3
-    async with trained(None, per_stage, stage, 1.0, **lie) as (run, liar, _, reports):
+    async with trained(per_stage, stage, **lie) as (run, liar, reports):
         await run.until(lambda: liar in run.expelled)
         num_steps = len(reports) + 2
         await run.until(lambda: len(reports) >= num_steps)
@@ -112,14 +99,12 @@ async def test_a_liar_is_excluded_and_leaves_no_trace(stage: int, lie: dict[str,
         require_equal(run, reports, num_steps)
 
 
-@pytest.mark.parametrize("founds", [pytest.param(False, marks=SLOW), True])
-async def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    lie = {"backward": lambda found: scaled(found, -1.0, -1.0), "later": not founds, "founds": founds}
-    async with trained(None, [1, 3], 1, 1.0, **lie) as (run, liar, _, reports):
+async def test_a_liar_that_does_not_leave_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with trained([1, 3], 1, founds=True, backward=negated) as (run, liar, reports):
         monkeypatch.setattr(liar.life.peer._standing, "require_admitted", lambda peer_id: None)
         own, mates = liar.life.peer.own, [peer for peer in run.of_stage(1) if peer is not liar]
         await run.until(lambda: all(peer.life.peer.own.excludes == (own.peer_id,) for peer in mates))
-        num_steps = len(reports) + 3
+        num_steps = len(reports) + 2
         await run.until(lambda: len(reports) >= num_steps)
         assert run.expelled == [] and liar.life.step < num_steps
         late = await run.join(1)
@@ -128,19 +113,8 @@ async def test_a_liar_that_does_not_leave_is_left_out(founds: bool, monkeypatch:
         require_equal(run, reports, num_steps)
 
 
-async def test_who_is_honest_is_accused_by_nobody() -> None:
-    steps = 2
-    async with trained(steps, [2, 2], None, 1.0) as (run, _, training, reports):
-        await run.until(training.done)
-        training.result()
-        require_equal(run, reports, steps)
-        assert run.expelled == [] and all(peer.life.peer.own.excludes == () for peer in run.peers)
-        assert sum(report.num_retries for report in reports) == 0
-
-
 async def test_of_two_peers_nobody_is_excluded_and_a_third_one_decides(caplog: pytest.LogCaptureFixture) -> None:
-    lie = {"backward": lambda found: scaled(found, -1.0, -1.0)}
-    async with trained(None, [1, 2], 1, 1.0, **lie) as (run, liar, _, reports):
+    async with trained([1, 2], 1, backward=negated) as (run, liar, reports):
         await run.until(lambda: "no other peer can say which is wrong" in caplog.text)
         assert run.expelled == [] and not reports
         assert not from_bits(liar.life.peer.own.micro_batches, MICRO_BATCHES)
@@ -148,17 +122,3 @@ async def test_of_two_peers_nobody_is_excluded_and_a_third_one_decides(caplog: p
         await run.until(lambda: run.expelled and len(reports) > 2)
         assert run.expelled == [liar]
         require_equal(run, reports, 2)
-
-
-def test_without_audits_a_liar_spoils_the_run() -> None:
-    """By which the tests above would notice that nothing is audited."""
-
-    async def scenario() -> None:
-        lie = {"backward": lambda found: scaled(found, -1.0, 1.0)}
-        async with trained(2, [1, 3], 1, 0.0, **lie) as (run, _, training, reports):
-            await run.until(training.done)
-            with pytest.raises(AssertionError):
-                require_equal(run, reports, 2)
-
-    torch.manual_seed(0)
-    asyncio.run(scenario())

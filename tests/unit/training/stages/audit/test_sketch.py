@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 
 import pytest
 import torch
@@ -38,14 +37,6 @@ def _bits(byte: int) -> list[int]:
     return [8 * byte + bit for bit in range(7, -1, -1)]  # of each byte, the highest first
 
 
-def test_it_is_linear_and_as_long_as_the_gradient_on_average() -> None:
-    ours, twice = sketch(gradients(), SEED), sketch(gradients(2.0), SEED)
-    assert twice == pytest.approx([2 * number for number in ours], rel=1e-6)
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradients()))
-    lengths = [math.hypot(*sketch(gradients(), secrets.token_bytes(SEED_BYTES))) for _ in range(50)]
-    assert math.sqrt(sum(each**2 for each in lengths) / len(lengths)) == pytest.approx(norm, rel=0.1)
-
-
 @pytest.mark.parametrize("chunk", [BUCKETS, 4 * BUCKETS])
 def test_large_gradients_are_taken_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CHUNK", chunk)
@@ -62,13 +53,6 @@ def test_the_distance_is_that_of_the_gradients(change: float, expected: float) -
     flat = [torch.cat([each.reshape(-1) for each in these]) for these in (gradients(), other)]
     assert found == pytest.approx(relative_distance(*flat), rel=0.5)
     assert found == pytest.approx(expected, rel=0.6)
-
-
-def test_one_changed_element_is_seen() -> None:
-    other = gradients()
-    other[0][12, 3] += 1.0
-    norm = math.sqrt(sum(float(each.square().sum()) for each in gradients()))
-    assert relative_difference(sketch(gradients(), SEED), sketch(other, SEED)) == pytest.approx(1 / norm, rel=0.4)
 
 
 def test_nothing_is_as_nothing() -> None:

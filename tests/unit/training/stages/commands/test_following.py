@@ -67,17 +67,6 @@ def test_the_loss_of_a_step_is_the_mean_over_its_batch_once_all_records_have_com
     assert reported == [(1, 2.0), (2, 3.0)]
 
 
-def test_a_process_that_starts_again_goes_on_with_the_curve(tmp_path: Path) -> None:
-    assert not CurveFiles(tmp_path, FILE, print).read().series
-    follower = StagesFollower(FILE, None, print)
-    follower.see(stages(2, (3.0, SIZE)), NOTHING)
-    CurveFiles(tmp_path, FILE, print).write_if_due(follower)
-    again = StagesFollower(FILE, None, print)
-    again.losses.begin(CurveFiles(tmp_path, FILE, print).read(), 2, NOTHING)
-    again.see(stages(3, (1.0, SIZE)), NOTHING)
-    assert again.losses.curve.series == {"training": [(2, 3.0), (3, 1.0)]}
-
-
 def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

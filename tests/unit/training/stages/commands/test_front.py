@@ -133,14 +133,7 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     flags = [
         "--train",
         run_file,
-        "--host",
-        "127.0.0.1",
-        "--dht-port",
-        "5",
-        "--announce-address",
-        "me",
-        "--device",
-        "cpu",
+        *["--host", "127.0.0.1", "--dht-port", "5", "--announce-address", "me", "--device", "cpu"],
     ]
     for blocks in ([], ["--blocks", "1:2"], ["--initial-blocks", "0:1"]):
         front.serve_stage(server.parse_args([*flags, *blocks]))()
@@ -191,6 +184,16 @@ def records() -> list[list[Progress]]:
     return [first, [record("QmC", done=(1,), loss=2.0, loss_samples=3, bytes_sent=10, **held_out, has_ended=True)]]
 
 
+@contextmanager
+def look(file: Any, who: Any) -> Iterator[Callable[[], RunView]]:
+    assert file.stages.count == 2 and who.initial_peers == (PEER,)
+    yield lambda: view_of("toy", 3, records())
+
+
+def never(*_: object) -> Any:
+    raise AssertionError
+
+
 def test_a_run_in_stages_is_shown() -> None:
     view = view_of("toy", 3, records())
     assert (view.step, view.samples, view.target_batch_size, view.loss, view.next_step_s) == (7, 1, 3, 2.0, 1.0)
@@ -205,16 +208,8 @@ def test_a_run_in_stages_is_shown() -> None:
 
 
 def test_watch_prints_the_stages(run_file: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    @contextmanager
-    def look(file: Any, who: Any) -> Iterator[Callable[[], RunView]]:
-        assert file.stages.count == 2 and who.initial_peers == (PEER,)
-        yield lambda: view_of("toy", 3, records())
-
     def stop(_: float) -> None:
         raise KeyboardInterrupt
-
-    def never(*_: object) -> Any:
-        raise AssertionError
 
     monkeypatch.setattr(watching.time, "sleep", stop)
     monkeypatch.setenv("COLUMNS", "120")
@@ -248,13 +243,6 @@ def test_the_ledger_says_who_has_done_the_work_of_which_stage(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[Joining] = []
-
-    @contextmanager
-    def look(file: Any, who: Any) -> Iterator[Callable[[], RunView]]:
-        yield lambda: view_of("toy", 3, records())
-
-    def never(*_: object) -> Any:
-        raise AssertionError
 
     def read(who: Joining) -> Ledger:
         asked.append(who)

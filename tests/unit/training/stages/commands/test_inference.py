@@ -29,6 +29,8 @@ from tests import zoo
 from tests.unit.training.stages.commands.test_command_line import PEER, TEXT
 from tests.unit.training.stages.engine import passes
 
+LLAMA = zoo.make_config("llama", num_hidden_layers=2)
+
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def has_weights_of(directory: Path, stages: list[Stage]) -> bool:
 def test_a_model_in_the_directory_that_was_trained_so_is_served(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, directory, said = zoo.make_config(name), tmp_path / "model", list[str]()
+    config, directory, said = zoo.make_config(name, num_hidden_layers=2), tmp_path / "model", list[str]()
     monkeypatch.setattr(inference, "collect", None)  # it is not called
     stages = passes.stages_of(Scratch(config, seed=2), 2)
     export((stage.state() for stage in stages), config, directory)
@@ -82,18 +84,18 @@ def test_what_was_trained_is_written_beside_a_directory_that_has_something_else(
     there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is nowhere else than in the memory of processes, which must not end."""
-    config, directory, said = zoo.make_config("llama"), tmp_path / "model", list[str]()
-    old, stages = (passes.stages_of(Scratch(config, seed=seed), 2) for seed in (3, 2))
+    directory, said = tmp_path / "model", list[str]()
+    old, stages = (passes.stages_of(Scratch(LLAMA, seed=seed), 2) for seed in (3, 2))
     if there == "is a file":
         directory.write_text("mine")
     elif there == "another file":
         directory.mkdir()
         (directory / "notes").write_text("mine")
     else:
-        export((stage.state() for stage in old), config, directory)
+        export((stage.state() for stage in old), LLAMA, directory)
         if there == "a damaged model":
             (directory / "model-00002-of-00002.safetensors").unlink()
-    monkeypatch.setattr(inference, "collect", collecting(stages, config))
+    monkeypatch.setattr(inference, "collect", collecting(stages, LLAMA))
     beside = tmp_path / "model-2" / "model"  # the model is called like its directory
     for stage in stages:
         serve(stage, directory, said.append)
@@ -103,23 +105,20 @@ def test_what_was_trained_is_written_beside_a_directory_that_has_something_else(
         assert has_weights_of(directory, old)
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
+def test_a_process_does_not_end_before_what_was_trained_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, said = tmp_path / "model", list[str]()
+    failures = [
         CannotWrite("No space left on device"),
         PeerUnavailable("nobody gives stage 1"),
         ValueError("the model is not to be had"),
         PermissionError("not yours"),
-    ],
-)
-def test_a_process_does_not_end_before_what_was_trained_is_written(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, directory, said = zoo.make_config("llama"), tmp_path / "model", list[str]()
-    stages = passes.stages_of(Scratch(config, seed=2), 2)
-    monkeypatch.setattr(inference, "collect", collecting(stages, config, failure, failure))
+    ]
+    stages = passes.stages_of(Scratch(LLAMA, seed=2), 2)
+    monkeypatch.setattr(inference, "collect", collecting(stages, LLAMA, *(each for each in failures for _ in range(2))))
     serve(stages[0], directory, said.append)
-    assert [line.split(":")[0] for line in said] == [str(failure), f"wrote {directory}"]
+    assert [line.split(":")[0] for line in said] == [*map(str, failures), f"wrote {directory}"]
     assert "keeps its stage, and tries again" in said[0] and has_weights_of(directory, stages)
 
 
@@ -129,8 +128,7 @@ def test_the_directory_is_checked_before_the_run(tmp_path: Path) -> None:
     (full / "notes").write_text("mine")
     with pytest.raises(ValueError, match="full is not empty, and has no model: expected a new directory"):
         after_last_step(file, full, 3, "none")
-    config = zoo.make_config("llama")
-    export((stage.state() for stage in passes.stages_of(Scratch(config, seed=2), 2)), config, model)
+    export((stage.state() for stage in passes.stages_of(Scratch(LLAMA, seed=2), 2)), LLAMA, model)
     after = after_last_step(file, model, 3, "none")  # of this run, perhaps: who comes late finds it
     require_untaken(after, 3)
     with pytest.raises(ValueError, match="model is not empty, and the run is at step 0 of 3: expected a new directory"):

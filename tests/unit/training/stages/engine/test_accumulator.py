@@ -105,20 +105,6 @@ def test_what_is_not_committed_does_not_count() -> None:
     assert peer._done == set() and peer._pending_bytes == SIZE
 
 
-def test_a_commit_counts_once() -> None:
-    peer = accumulator()
-    peer.add(3, 1, "one", gradients(1))
-    peer.add(3, 1, "two", gradients(1))
-    assert peer._pending_bytes == 2 * SIZE
-    assert peer.commit(3, 1, "one")
-    once = peer.sums
-    assert once.any() and peer._pending_bytes == 0
-    assert peer.commit(3, 1, "one") and peer.commit(3, 1, "two")
-    peer.add(3, 1, "two", gradients(1))  # of a trainer that did not hear of it
-    assert peer._pending_bytes == 0 and peer.commit(3, 1, "two")
-    assert torch.equal(peer.sums, once) and peer._done == {1}
-
-
 def test_the_last_gradients_of_a_trainer_replace_those_before() -> None:
     peer, other = accumulator(), accumulator()
     peer.add(3, 1, "one", gradients(1, scale=7.0))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
@@ -47,18 +45,6 @@ def test_a_checkpoint_is_the_model_that_was_trained(name: str, tmp_path: Path) -
     assert files == {"config.json", "generation_config.json", "model.safetensors.index.json"} | {
         f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
     }
-
-
-def test_parts_are_taken_one_at_a_time(tmp_path: Path) -> None:
-    config = zoo.make_config("llama", num_hidden_layers=2)
-    stages = passes.stages_of(Scratch(config), 2)
-
-    def parts() -> Iterator[dict[str, Tensor]]:
-        for number, stage in enumerate(stages):
-            assert len(list(tmp_path.glob("*.safetensors"))) == number
-            yield stage.state()
-
-    export(parts(), config, tmp_path)
 
 
 def test_states_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.settings import Scratch
 from tests import zoo
 from tests.families import UNLIKE
@@ -52,16 +51,3 @@ def test_random_weights_do_not_depend_on_the_split(name: str) -> None:
     again = passes.stages_of(source, 1)[0].state()
     assert torch.equal(torch.random.get_rng_state(), before)  # whoever draws beside it draws what they did
     assert all(torch.equal(again[name], state[name]) for name in state)
-
-
-def test_tied_and_untied_embeddings(tmp_path: Path) -> None:
-    """The same family both ways: with its own head, the first stage's embeddings have no gradient from the last."""
-    passes.open_zoo("llama", tmp_path / "tied", num_hidden_layers=2, tie_word_embeddings=True)
-    first, last = passes.stages_of(ModelCheckpoint.open(tmp_path / "tied"), 2)
-    assert first.shared == last.shared == ("model.embed_tokens.weight",)
-    assert "lm_head.weight" not in last.names
-    assert torch.equal(first.state()[first.shared[0]], last.state()[first.shared[0]])
-    ids, labels = passes.tokens()
-    _, expected = passes.gradients_of(passes.whole(str(tmp_path / "tied")), ids, labels)
-    _, found = passes.through([first, last], ids, labels, passes.num_targets(labels))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -12,7 +12,6 @@ from torch import Tensor
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.safetensors_file import FileTensor, StoredTensor
 from swarm_protocol.errors import RequestRejected
-from swarm_protocol.span import Span
 from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.engine.building import build_stage
@@ -32,19 +31,6 @@ def stages(llama: ModelCheckpoint) -> list[Stage]:
     return passes.stages_of(llama, 3)
 
 
-def test_what_a_stage_is(stages: list[Stage]) -> None:
-    assert [(stage.index, stage.num_stages, stage.span) for stage in stages] == [
-        (0, 3, Span(0, 1)),
-        (1, 3, Span(1, 2)),
-        (2, 3, Span(2, 3)),
-    ]
-    assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
-    assert stages[0].names[0] == "model.embed_tokens.weight"
-    assert stages[2].names[-2:] == ["model.norm.weight", "lm_head.weight"]
-    assert all(each.dtype == torch.float32 and each.requires_grad for stage in stages for each in stage.parameters)
-    assert stages[1].num_trained == sum(each.numel() for each in stages[1].parameters)
-
-
 def test_forward_is_what_backward_computes(stages: list[Stage]) -> None:
     ids, labels = passes.tokens()
     hidden = stages[0].forward(ids).hidden
@@ -57,14 +43,6 @@ def test_forward_is_what_backward_computes(stages: list[Stage]) -> None:
     assert (float(output.loss_sum), output.num_tokens) == (found.loss_sum, found.num_tokens)
     assert found.num_tokens == passes.num_targets(labels)
     assert all(each.grad is None for stage in stages for each in stage.parameters)
-
-
-def test_one_stage_is_the_whole_model(llama: ModelCheckpoint) -> None:
-    ids, labels = passes.tokens()
-    _, expected = passes.gradients_of(passes.whole(llama.location), ids, labels)
-    _, found = passes.through(passes.stages_of(llama, 1), ids, labels, passes.num_targets(labels))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_micro_batches_add_up_to_the_mean_over_all_tokens(llama: ModelCheckpoint, stages: list[Stage]) -> None:
@@ -93,29 +71,6 @@ def test_bf16_computes_what_the_stock_model_does_in_bf16(name: str, tmp_path: Pa
     for stage in stages:
         assert all(each.dtype == torch.float32 for each in stage.parameters)
         assert all(torch.equal(tensor, loaded[name]) for name, tensor in stage.state().items())  # nothing was rounded
-
-
-def test_bf16_follows_its_fp32_weights(llama: ModelCheckpoint) -> None:
-    """An update far below bf16's precision is not lost: it adds up."""
-    stage = build_stage(llama, 0, 2, StageOptions(precision="bf16"))
-    ids, _ = passes.tokens()
-    before = stage.forward(ids).hidden
-    assert before is not None
-    start = [each.detach().clone() for each in stage.parameters]
-    optimizer = optimizer_by_name("sgd", stage.parameters, lr=1.0)
-    for _ in range(1000):
-        for parameter in stage.parameters:
-            parameter.grad = parameter.detach() * 1e-4
-        optimizer.step()
-    for parameter, old in zip(stage.parameters, start, strict=True):
-        torch.testing.assert_close(parameter, old * (1 - 1e-4) ** 1000, rtol=1e-3, atol=1e-6)
-    after = stage.forward(ids).hidden
-    assert after is not None and not torch.equal(after, before)
-    other = build_stage(llama, 0, 2, StageOptions(precision="bf16"))
-    with torch.no_grad():
-        for theirs, parameter in zip(other.parameters, stage.parameters, strict=True):
-            theirs.copy_(parameter)
-    torch.testing.assert_close(other.forward(ids).hidden, after, rtol=0, atol=0)
 
 
 def saved_bytes(run: Callable[[], object]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -21,20 +20,20 @@ pytestmark = IN_VIRTUAL_TIME
 STAGES, MICRO_BATCHES, STEPS, DECAY = 3, 4, 6, 0.9
 
 
-def averages_in_one_process(tied: bool) -> list[list[torch.Tensor]]:
+def averages_in_one_process() -> list[list[torch.Tensor]]:
     """By stage, the averages after so many steps."""
-    model = nn.ModuleList(ToyStage(index, STAGES, tied).layer for index in range(STAGES))
+    model = nn.ModuleList(ToyStage(index, STAGES, tied=True).layer for index in range(STAGES))
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    for stages in single(STAGES, MICRO_BATCHES, STEPS, tied)[1:]:
+    for stages in single(STAGES, MICRO_BATCHES, STEPS, tied=True)[1:]:
         for layer, parameters in zip(model, stages, strict=True):
             layer.load_state_dict(dict(zip([name for name, _ in layer.named_parameters()], parameters, strict=True)))
         reference.update_parameters(model)
     return [list(layer.parameters()) for layer in reference.module]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-async def test_it_is_that_of_torch_over_the_whole_model_after_a_stage_was_lost_too(tied: bool) -> None:
-    world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, average_decay=DECAY), tied)
+async def test_it_is_that_of_torch_over_the_whole_model_after_a_stage_was_lost_too() -> None:
+    """Weights that two stages have are averaged as one."""
+    world = StageWorld(STAGES, MICRO_BATCHES, replace(CONFIG, average_decay=DECAY), tied=True)
     await start(world, per_stage=1)
     training = asyncio.ensure_future(ToyTrainer(world).run())
     await world.reach(3)
@@ -42,7 +41,7 @@ async def test_it_is_that_of_torch_over_the_whole_model_after_a_stage_was_lost_t
     world.join(1)
     await world.reach(STEPS)
     training.cancel()
-    expected = averages_in_one_process(tied)
+    expected = averages_in_one_process()
     for peer in world.alive():
         assert peer.state.moment == Moment(1, STEPS)
         optimizer = peer.state._optimizer

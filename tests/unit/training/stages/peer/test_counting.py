@@ -9,7 +9,7 @@ from math import inf, nan
 import pytest
 import torch
 
-from swarm_protocol.errors import PeerBusy, PeerMoved
+from swarm_protocol.errors import PeerBusy
 from swarm_training.optim.local_steps import LocalSteps, outer_optimizer
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.engine.accumulator import Accumulator
@@ -71,17 +71,6 @@ async def test_nothing_is_added_while_the_sums_are_averaged() -> None:
             await made.commit(4, 1, "one")
     assert await made.commit(4, 1, "one")
     assert (await made.vector(torch.float64)).tolist() == [2.0] * 6
-
-
-async def test_another_step_is_refused_and_what_is_given_up_is_gone() -> None:
-    made = counting()
-    made.add(4, 0, "one", Gradient(1.0))
-    with pytest.raises(PeerMoved, match="of step 3: this peer is at step 4"):
-        await made.commit(3, 0, "one")
-    await made.commit(4, 0, "one")
-    await made.discard()
-    assert not made.done
-    assert not (await made.vector(torch.float64)).any()
 
 
 @pytest.mark.parametrize(

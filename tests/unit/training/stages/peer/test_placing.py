@@ -81,21 +81,6 @@ async def test_a_peer_moves_to_a_stage_that_was_lost_and_the_run_is_that_of_one_
     require_equal_to_single(world, 6)
 
 
-async def test_a_peer_moves_from_a_faster_stage_while_the_run_goes_on_without_going_back() -> None:
-    world = StageWorld(2, 4)
-    for _ in range(4):
-        world.join_where_it_helps(PACE, 0)
-    fixed = world.join(1)
-    await until_placed(world, s0=4, s1=1)
-    training = asyncio.ensure_future(ToyTrainer(world).run())
-    await until_placed(world, s0=3, s1=2)
-    await world.reach(max(peer.state.step for peer in world.alive()) + 3)
-    assert {peer.peer.own.rollbacks for peer in world.alive()} == {0}
-    assert fixed.stage_peer.index == 1 and places(world) == {0: 3, 1: 2}
-    training.cancel()
-    require_equal_to_single(world, 3)
-
-
 async def test_a_peer_that_may_wait_for_the_end_of_a_long_round_moves_no_earlier() -> None:
     world = StageWorld(2, 8)
     for _ in range(4):
@@ -105,7 +90,7 @@ async def test_a_peer_that_may_wait_for_the_end_of_a_long_round_moves_no_earlier
     for m, peer in enumerate(world.alive(0)):
         peer.backward(0, m, "one", micro_batch(0, m), torch.ones(ROWS, HIDDEN))
         assert await peer.stage_peer.counting.commit(0, m, "one")
-    await asyncio.sleep(20 * PACE.step_s)  # virtual
+    await asyncio.sleep(5 * PACE.step_s)  # virtual
     assert places(world) == {0: 4, 1: 1} and any(peer.peer.own.next_stage == 1 for peer in world.alive(0))
     training = asyncio.ensure_future(ToyTrainer(world).run())
     await until_placed(world, s0=3, s1=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
@@ -23,7 +21,6 @@ from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
-from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, ModeratorOrder
@@ -38,7 +35,7 @@ from swarm_training.stages.peer.stage_peer import OwnStage
 from tests.marks import SLOW
 from tests.unit.support import until
 from tests.worlds.identities import identity
-from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of, single
+from tests.worlds.stages import CONFIG, ToyStage, ToySums, micro_batch, optimizer_of
 
 STAGES, MICRO_BATCHES = 2, 4
 MODERATOR = 7
@@ -79,46 +76,13 @@ def member_of(number: int, initial_peers: list[str], organiser: OrganiserKey | N
     return RunMembership(own, grant.signed(organiser), AccessControl(organiser.public), initial_peers=initial_peers)
 
 
-async def compute_last(last: StagePresence, first: ToyStage, second: ToyStage, micro_batches: Iterable[int]) -> None:
-    """Micro-batches of step 0, at the last stage."""
-    for m in micro_batches:
-        last.stage_peer.counting.add(0, m, "trainer", second.backward(first.forward(micro_batch(0, m)), None))
-        assert await last.stage_peer.counting.commit(0, m, "trainer")
-
-
-async def compute_first(peer: StagePresence, first: ToyStage, second: ToyStage) -> None:
-    """All micro-batches of step 0, at the first stage."""
+async def compute_step(first: StagePresence, last: StagePresence, stages: tuple[ToyStage, ToyStage]) -> None:
+    """All micro-batches of step 0, at both stages."""
     for m in range(MICRO_BATCHES):
-        grad = second.backward(first.forward(micro_batch(0, m)), None).inputs
-        peer.stage_peer.counting.add(0, m, "trainer", first.backward(micro_batch(0, m), grad))
-        assert await peer.stage_peer.counting.commit(0, m, "trainer")
-
-
-async def test_two_stages_step_together_and_who_watches_sees_them() -> None:
-    async with AsyncExitStack() as leaving:
-        first, first_stage = await enter(0, 0, [])
-        leaving.push_async_callback(first.leave)
-        second, second_stage = await enter(1, 1, first.addresses)
-        leaving.push_async_callback(second.leave)
-        member = RunMembership(identity(2), initial_peers=first.addresses)
-        watching = await WatchPresence.enter("toy", STAGES, member, CONFIG)
-        leaving.push_async_callback(watching.leave)
-        seen = watching.watch
-        await until(lambda: seen.view().moment == Moment(0, 0))
-        assert seen.view().num_micro_batches == MICRO_BATCHES
-        assert [peer.address for stage in seen.view().stages for peer in stage] == [
-            entered.stage_peer.peer.own.address for entered in (first, second)
-        ]
-        await compute_last(second, first_stage, second_stage, range(2))
-        await until(lambda: any(peer.micro_batches == to_bits({0, 1}, MICRO_BATCHES) for peer in seen.view().stages[1]))
-        await compute_last(second, first_stage, second_stage, range(2, MICRO_BATCHES))
-        await until(lambda: any(peer.holds for peer in seen.view().stages[1]))
-        assert seen.view().moment == Moment(0, 0)  # the barrier: the first stage has nothing yet
-        await compute_first(first, first_stage, second_stage)
-        await until(lambda: seen.view().moment == Moment(0, 1))
-        truth = single(STAGES, MICRO_BATCHES, 1)[1]
-        for stage, expected in zip((first_stage, second_stage), truth, strict=True):
-            assert all(map(torch.equal, stage.parameters, expected))
+        found = stages[1].backward(stages[0].forward(micro_batch(0, m)), None)
+        for peer, gradients in ((last, found), (first, stages[0].backward(micro_batch(0, m), found.inputs))):
+            peer.stage_peer.counting.add(0, m, "trainer", gradients)
+            assert await peer.stage_peer.counting.commit(0, m, "trainer")
 
 
 async def test_a_stage_averages_with_the_encoder_that_it_is_given() -> None:
@@ -163,8 +127,7 @@ async def test_a_private_run_that_has_ended_starts_again_over_the_network(
     async with asyncio.timeout(120.0):
         first, first_stage = await enter(0, 0, [], organiser, disks[0])
         second, second_stage = await enter(1, 1, first.addresses, organiser, disks[1])
-        await compute_last(second, first_stage, second_stage, range(MICRO_BATCHES))
-        await compute_first(first, first_stage, second_stage)
+        await compute_step(first, second, (first_stage, second_stage))
         # Their records say it once the checkpoint of step 1 is written; the weights are that far before.
         await until(lambda: all(each.stage_peer.peer.own.moment == Moment(0, 1) for each in (first, second)))
         for each in (second, first):

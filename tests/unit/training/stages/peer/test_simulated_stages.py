@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.stage_peer import LOOK_S
 from swarm_training.stages.routing.run_stages import RunStages
 from tests.marks import IN_VIRTUAL_TIME, SLOW
-from tests.worlds.runs import simulate
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer, micro_batch, single
 
 pytestmark = IN_VIRTUAL_TIME
 
-STAGES, MICRO_BATCHES = 4, 6
+STAGES, MICRO_BATCHES = 3, 4
 CLIPPED = replace(CONFIG, max_norm=0.1)
 
 
@@ -109,21 +107,11 @@ async def train(world: StageWorld, steps: int, *trainers: ToyTrainer) -> None:
         task.cancel()
 
 
-@pytest.mark.parametrize(
-    ("micro_batches", "changes", "message"),
-    [
-        (MICRO_BATCHES + 1, {}, f"target_batch_size is {MICRO_BATCHES + 1} here and {MICRO_BATCHES} in the run"),
-        (MICRO_BATCHES, {"codec": "int8"}, "codec is int8 here and fp64 in the run"),
-        (MICRO_BATCHES, {"max_norm": 1.0}, "max_norm is 1.0 here and not set in the run"),
-    ],
-)
-async def test_who_joins_with_another_batch_or_other_settings_is_told(
-    micro_batches: int, changes: dict[str, Any], message: str
-) -> None:
+async def test_who_joins_with_another_batch_is_told() -> None:
     world = StageWorld(1, MICRO_BATCHES)
     await start(world)
-    world.num_micro_batches, world.config = micro_batches, replace(world.config, **changes)
-    with pytest.raises(ValueError, match=message):
+    world.num_micro_batches += 1
+    with pytest.raises(ValueError, match=f"target_batch_size is {MICRO_BATCHES + 1} here and {MICRO_BATCHES} in the"):
         await world.make(0).stage_peer.join()
 
 
@@ -143,21 +131,19 @@ async def test_of_two_peers_that_have_the_same_micro_batch_one_gives_it_up() -> 
     require_equal_to_single(world, 3)
 
 
-@pytest.mark.parametrize("config", [pytest.param(CONFIG, marks=SLOW, id=""), pytest.param(CLIPPED, id="clipped")])
-async def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal(config: TrainingConfig) -> None:
+async def test_tied_parameters_of_the_first_and_the_last_stage_stay_equal() -> None:
     """A number of micro-batches that is a power of two: see ``SharedGradients``."""
-    world = StageWorld(3, 4, config, tied=True)
+    world = StageWorld(3, 4, CLIPPED, tied=True)
     peers = await start(world)
-    trainer = ToyTrainer(world)
-    training = asyncio.ensure_future(trainer.run())
-    await world.reach(2)
+    training = asyncio.ensure_future(ToyTrainer(world).run())
+    await world.reach(1)
     world.kill(peers[0].peer_id)
     world.kill(peers[-1].peer_id)
     world.join(0)
-    await world.reach(6)
+    await world.reach(4)
     training.cancel()
-    require_equal_to_single(world, 6)
-    first, last = (world.alive(index)[0].history[Moment(0, 6)][0] for index in (0, 2))
+    require_equal_to_single(world, 4)
+    first, last = (world.alive(index)[0].history[Moment(0, 4)][0] for index in (0, 2))
     assert torch.equal(first, last)
 
 
@@ -179,29 +165,13 @@ async def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
     require_equal_to_single(world, 2)
 
 
-async def test_a_stage_that_loses_all_of_its_peers_goes_on_from_a_checkpoint() -> None:
-    world = StageWorld(3, MICRO_BATCHES)
-    await start(world)
-    trainer = ToyTrainer(world)
-    training = asyncio.ensure_future(trainer.run())
-    await world.reach(5)
-    for peer in world.alive(1):
-        world.kill(peer.peer_id)
-    replacement = world.join(1)
-    await world.reach(8)
-    training.cancel()
-    assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
-    assert min(replacement.history) == Moment(1, 4)  # every second step is kept
-    require_equal_to_single(world, 8)
-
-
 async def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint() -> None:
     """Those who were at its stage have stepped, and died with the only newer state; nobody else has a checkpoint."""
-    config = replace(CONFIG, checkpoint_every=8)
+    config = replace(CONFIG, checkpoint_every=4)
     world = StageWorld(3, MICRO_BATCHES, config, replicates=False)
     await start(world)
     training = asyncio.ensure_future(ToyTrainer(world).run())
-    await world.reach(9)
+    await world.reach(5)
     mates = world.alive(1)
     newcomer = world.join(1)
     while newcomer.peer.own.kept is None:
@@ -214,28 +184,10 @@ async def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint(
     for peer in mates:
         world.kill(peer.peer_id)
     world.cut.clear()
-    await world.reach(left_at + 4)
+    await world.reach(left_at + 2)
     training.cancel()
     assert {peer.state.moment.rollbacks for peer in world.alive()} == {1}
-    require_equal_to_single(world, left_at + 4)
-
-
-async def test_who_was_cut_off_for_a_while_catches_up() -> None:
-    world = StageWorld(2, MICRO_BATCHES)
-    peers = await start(world)
-    trainer = ToyTrainer(world)
-    training = asyncio.ensure_future(trainer.run())
-    await world.reach(1)
-    odd = max(world.alive(1), key=lambda peer: peer.peer_id)  # the other one decides a draw
-    world.isolate(odd.peer_id)
-    others = [peer for peer in peers if peer is not odd]
-    while any(peer.peer.own.step < 3 for peer in others):
-        await asyncio.sleep(0.1)
-    assert odd.peer.own.step < 3
-    world.cut.clear()
-    await world.reach(6)
-    training.cancel()
-    require_equal_to_single(world, 6)
+    require_equal_to_single(world, left_at + 2)
 
 
 class Churn:
@@ -267,20 +219,14 @@ class Churn:
         return [peer for peer in here if peer.peer.own.moment == newest]
 
 
-async def train_under_kills(seed: int, steps: int, most_s: float, config: TrainingConfig = CONFIG) -> Churn:
+@pytest.mark.parametrize(("steps", "config"), [(8, CONFIG), pytest.param(20, CLIPPED, marks=SLOW)])
+async def test_under_kills_every_step_is_that_of_one_process(steps: int, config: TrainingConfig) -> None:
     world = StageWorld(STAGES, MICRO_BATCHES, config)
     await start(world)
-    trainer, churn = ToyTrainer(world, seed=seed), Churn(world, seed, most_s)
-    tasks = [asyncio.ensure_future(each.run()) for each in (trainer, churn)]
-    await world.reach(steps, 1000.0)
+    churn = Churn(world, seed=5, most_s=3.0)
+    tasks = [asyncio.ensure_future(each.run()) for each in (ToyTrainer(world, seed=5), churn)]
+    await world.reach(steps)
     for task in tasks:
         task.cancel()
     require_equal_to_single(world, steps)
-    return churn
-
-
-@pytest.mark.parametrize("config", [pytest.param(CONFIG, id=""), pytest.param(CLIPPED, marks=SLOW, id="clipped")])
-@pytest.mark.parametrize("steps", [10, pytest.param(20, marks=SLOW)])
-def test_under_kills_every_step_is_that_of_one_process(steps: int, config: TrainingConfig) -> None:
-    churn = simulate(lambda: train_under_kills(seed=5, steps=steps, most_s=3.0, config=config), 2000.0)
     assert churn.killed >= steps // 4

@@ -65,25 +65,17 @@ def test_what_is_held_is_described_and_bounded_by_the_limit() -> None:
     assert sizes[0] == pytest.approx(sum(sizes[1:]), abs=len(sizes))
 
 
-def test_requests_of_auditors_are_counted_too() -> None:
-    needs = replace(NEEDS, num_rooms=2)
-    least = needs.needed_bytes + needs.gradient_bytes + 2 * needs.request_bytes
+@pytest.mark.parametrize("num_rooms", [1, 2])  # of requests: auditors have one of their own
+def test_what_is_left_of_the_memory_is_shared_out_and_never_exceeded(num_rooms: int) -> None:
+    needs = replace(NEEDS, num_rooms=num_rooms)
+    least = PROCESS_BYTES + 28 * needs.num_trained + needs.gradient_bytes + num_rooms * needs.request_bytes
+    assert room_of(needs, least) == StageRoom(needs.gradient_bytes, 0, needs.request_bytes)
     for memory in range(least, least + 8192 * MIB, 100 * MIB):
         room = room_of(needs, memory)
-        assert needs.needed_bytes + room.pending + room.kept + 2 * room.requests <= memory
-    with pytest.raises(ValueError, match="--memory is"):
-        room_of(needs, least - 1)
-
-
-def test_what_is_left_of_the_memory_is_shared_out_and_never_exceeded() -> None:
-    least = PROCESS_BYTES + 28 * NEEDS.num_trained + NEEDS.gradient_bytes + NEEDS.request_bytes
-    assert room_of(NEEDS, least) == StageRoom(NEEDS.gradient_bytes, 0, NEEDS.request_bytes)
-    for memory in range(least, least + 8192 * MIB, 100 * MIB):
-        room = room_of(NEEDS, memory)
-        assert NEEDS.needed_bytes + room.pending + room.kept + room.requests <= memory
-        assert room.pending >= NEEDS.gradient_bytes and room.requests >= NEEDS.request_bytes
+        assert needs.needed_bytes + room.pending + room.kept + num_rooms * room.requests <= memory
+        assert room.pending >= needs.gradient_bytes and room.requests >= needs.request_bytes
     said = re.escape(f"--memory is 1024MiB: expected at least {least // MIB}MiB for a stage with 41943040 parameters")
     with pytest.raises(ValueError, match=said + ".* takes 32 bytes of each with adamw"):
-        room_of(NEEDS, 1 << 30)
+        room_of(needs, 1 << 30)
     with pytest.raises(ValueError, match="--memory is"):
-        room_of(NEEDS, least - 1)
+        room_of(needs, least - 1)

@@ -26,14 +26,10 @@ def taught(router: Router, runtimes_s: Mapping[str, float]) -> Router:
     return router
 
 
-def run(router: Router, runtimes_s: Mapping[str, float], requests: int, window: int) -> tuple[Counter[str], float]:
-    """Requests by peer and when the last was answered; ``window`` are under way at a time."""
-    return run_from(router, runtimes_s, requests, window, START_S)
-
-
-def run_from(
-    router: Router, runtimes_s: Mapping[str, float], requests: int, window: int, start_s: float
+def run(
+    router: Router, runtimes_s: Mapping[str, float], requests: int, window: int, start_s: float = START_S
 ) -> tuple[Counter[str], float]:
+    """Requests by peer and when the last was answered; ``window`` are under way at a time."""
     busy_until = dict.fromkeys(runtimes_s, start_s)
     under_way: list[tuple[float, str, float]] = []
     given: Counter[str] = Counter()
@@ -123,7 +119,7 @@ def test_before_anybody_has_announced_a_speed_all_are_equal_and_soon_after_the_n
     given, end_s = run(router, runtimes_s, 40, window=4)
     assert given == Counter(a=20, b=20)
     router.hear({"a": 750.0, "b": 375.0, "new": 375.0}, 1)
-    later, _ = run_from(router, {**runtimes_s, "new": 0.002}, 400, 6, START_S + end_s + 1.0)
+    later, _ = run(router, {**runtimes_s, "new": 0.002}, 400, 6, START_S + end_s + 1.0)
     assert abs(later["a"] - 200) < 20 and abs(later["new"] - 100) < 20
 
 

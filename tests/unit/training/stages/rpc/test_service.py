@@ -40,6 +40,7 @@ from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import pack
 from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.rpc.service import StagesService
+from tests.unit.support import until
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import RUN, START, ToyHost, ToyStage, serving, tokens
 
@@ -155,8 +156,7 @@ async def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> No
     async with serving(host) as (peer, service):
         network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
         asking = asyncio.ensure_future(backward(StagesClient(network, RUN, WireForms()), peer))
-        while not service.room.num_requests or not service.room.used_bytes:
-            await asyncio.sleep(0.01)
+        await until(lambda: service.room.num_requests and service.room.used_bytes)
         host.clear(Moment(0, 1))
         assert host.gate is not None
         host.gate.set()
@@ -214,24 +214,19 @@ async def test_who_is_refused_while_it_sends_hears_why() -> None:
 async def test_what_a_trainer_left_behind_is_dropped() -> None:
     async with peer_of(ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3)) as (client, peer, host):
         await backward(client, peer, 0)
-        async with asyncio.timeout(TIMEOUT_S):
-            while host.pending:
-                await asyncio.sleep(0.01)
+        await until(lambda: not host.pending)
         assert not await client.commit(peer, batch(0, 0), TIMEOUT_S)
 
 
 async def test_silence_is_not_waited_for_and_a_late_gradient_does_not_count() -> None:
     host = ToyHost(ToyStage(0, 2), gate=asyncio.Event())
-    async with serving(host) as (peer, _):
-        network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
-        client = StagesClient(network, RUN, WireForms())
+    async with peer_of(host) as (client, peer, _host):
         with pytest.raises(PeerUnavailable, match=r"no answer within 0\.2 s"):
             await backward(client, peer, timeout_s=0.2)
         assert host.gate is not None
         host.gate.set()
         await backward(client, peer, 1)
         assert not host.sums.done
-        await network.close()
 
 
 def wire(tensor: Tensor, **changes: Any) -> wire_pb.Tensor:

@@ -12,6 +12,7 @@ from swarm_protocol.dht.node import Listening
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.stages.trainer import roster as roster_module
 from swarm_training.stages.trainer.roster import TrainerRoster
+from tests.unit.support import until
 from tests.worlds.identities import identity
 
 
@@ -32,12 +33,9 @@ async def test_who_comes_waits_for_a_step_that_all_know_of_and_who_leaves_is_lef
         assert first.trainers() == {ids[0]: 5}
         await second.enter(6)
         assert second.trainers() == {ids[0]: 5, ids[1]: 8}
-        async with asyncio.timeout(30.0):
-            while first.trainers() != second.trainers():
-                await asyncio.sleep(0.05)
-            await second.leave()
-            while len(first.trainers()) > 1:
-                await asyncio.sleep(0.05)
+        await until(lambda: first.trainers() == second.trainers())
+        await second.leave()
+        await until(lambda: len(first.trainers()) == 1)
         assert first.trainers() == {ids[0]: 5}
     finally:
         for task in running:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from swarm_training.stages.rpc.room import StageLimits
 from swarm_training.stages.trainer.micro_batches import Content
 from tests.worlds.identities import identity
 from tests.worlds.toy_stages import ToyStage, in_one_process, tokens
-from tests.worlds.trainer_swarm import CONFIG, LOSS_SCALE, MICRO_BATCHES, LossyService, Swarm, ToyData, training
+from tests.worlds.trainer_swarm import CONFIG, LOSS_SCALE, MICRO_BATCHES, LossyService, Member, Swarm, ToyData, training
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -63,14 +64,7 @@ async def test_fewer_bytes_cost_little_precision(form: str, most: float) -> None
             assert 0 < float((own - expected).norm()) <= most * float(expected.norm())
 
 
-async def test_one_stage_has_everything() -> None:
-    async with Swarm.running(2) as swarm, training(swarm, end=2) as (task, reports):
-        await task
-        require_equal(swarm, 2)
-        assert reports[0].loss == pytest.approx(one_process(0, 1)[0] / (10 * MICRO_BATCHES), rel=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_requests_and_answers_that_are_lost_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LossyService, "dice", random.Random(seed))
     config = replace(CONFIG, settle_s=0.5, backoff=replace(CONFIG.backoff, first_s=0.01, most_s=0.05))
@@ -101,25 +95,6 @@ async def test_what_died_with_a_peer_is_replayed_where_it_lacks(kept_bytes: int)
             assert reports[0].num_replays >= lost
 
 
-async def test_peers_that_come_and_go_change_nothing() -> None:
-    rng = random.Random(1)
-    async with Swarm.running(2, 2, 2) as swarm, training(swarm, end=4) as (task, _):
-
-        async def churn() -> None:
-            for _ in range(4):
-                await until(lambda: any(member.host.sums.done for member in swarm.members() if member.is_alive))
-                stage = rng.randrange(3)
-                await swarm.kill(rng.choice([member for member in swarm.stages[stage] if member.is_alive]))
-                await swarm.join(stage)
-                await asyncio.sleep(0.05)
-
-        churning = asyncio.ensure_future(churn())
-        await task
-        churning.cancel()
-        require_equal(swarm, 4)
-        assert sum(not member.is_alive for member in swarm.members()) >= 3
-
-
 async def test_a_stage_without_anybody_is_waited_for() -> None:
     async with Swarm.running(1, 0, 1) as swarm, training(swarm, end=1) as (task, _):
         await asyncio.sleep(0.1)
@@ -127,19 +102,6 @@ async def test_a_stage_without_anybody_is_waited_for() -> None:
         await swarm.join(1)
         await task
         require_equal(swarm, 1)
-
-
-async def test_who_finds_nobody_at_its_moment_looks_again_before_it_asks_again() -> None:
-    """Of two stages one has gone on, and there is nobody who could give the other its gradients."""
-    async with Swarm.running(1, 1) as swarm:
-        swarm.stages[1][0].host.clear(Moment(0, 1))
-        looks, look = [], swarm.look
-        swarm.look = lambda: looks.append(None) or look()  # type: ignore[method-assign]
-        async with training(swarm, config=replace(CONFIG, poll_s=0.5)) as (task, _):
-            await until(lambda: swarm.stages[0][0].host.num_computed)
-            looks.clear()
-            await asyncio.sleep(0.3)
-            assert not task.done() and len(looks) <= 300  # the toys themselves look every 2 ms
 
 
 async def test_a_peer_that_stands_still_is_left_as_soon_as_nothing_is_heard_of_it() -> None:
@@ -212,19 +174,29 @@ async def test_data_that_no_peer_takes_are_the_users_mistake() -> None:
             await task
 
 
+@contextmanager
+def not_finite(members: list[Member]) -> Iterator[None]:
+    """Their weights are not finite as long as this lasts."""
+    parameters = [member.host.stage.parameters[0] for member in members]
+    finite = [each.detach().clone() for each in parameters]
+    for each in parameters:
+        each.data.fill_(torch.nan)
+    yield
+    for each, before in zip(parameters, finite, strict=True):
+        each.data.copy_(before)
+
+
 @pytest.mark.parametrize(("spoiled", "is_everybody"), [(1, False), (2, True)])
 async def test_answers_that_are_not_finite_are_a_peers_fault_unless_all_agree(spoiled: int, is_everybody: bool) -> None:
     async with Swarm.running(1, 2) as swarm:
-        for member in swarm.stages[1][:spoiled]:
-            with torch.no_grad():
-                member.host.stage.parameters[0].fill_(torch.nan)
-        async with training(swarm, end=1) as (task, _):
-            if is_everybody:
-                with pytest.raises(TrainingDiverged, match="is not finite"):
+        with not_finite(swarm.stages[1][:spoiled]):
+            async with training(swarm, end=1) as (task, _):
+                if is_everybody:
+                    with pytest.raises(TrainingDiverged, match="is not finite"):
+                        await task
+                else:
                     await task
-            else:
-                await task
-                require_equal(swarm, 1)
+                    require_equal(swarm, 1)
 
 
 async def test_a_trainer_that_is_not_believed_goes_on() -> None:
@@ -237,16 +209,11 @@ async def test_a_trainer_that_is_not_believed_goes_on() -> None:
             told.append(moment)
             return True
 
-        finite = [member.host.stage.parameters[0].detach().clone() for member in last]
         for member in last:
             member.host.has_checkpoint, member.service._is_finite = True, is_finite
-            with torch.no_grad():
-                member.host.stage.parameters[0].fill_(torch.nan)
         async with training(swarm, config=config, end=1) as (task, _):
-            await until(lambda: told or task.done())
-            for member, parameter in zip(last, finite, strict=True):
-                with torch.no_grad():
-                    member.host.stage.parameters[0].copy_(parameter)
+            with not_finite(last):
+                await until(lambda: told or task.done())
             await task
             require_equal(swarm, 1)
             assert not any(member.host.not_finite for member in last)
@@ -255,11 +222,8 @@ async def test_a_trainer_that_is_not_believed_goes_on() -> None:
 async def test_what_is_not_finite_is_told_to_the_last_stage_if_it_can_go_back_and_its_batch_is_skipped() -> None:
     async with Swarm.running(1, 2) as swarm:
         last = swarm.stages[1]
-        finite = [member.host.stage.parameters[0].detach().clone() for member in last]
         for member in last:
             member.host.has_checkpoint = True
-            with torch.no_grad():
-                member.host.stage.parameters[0].fill_(torch.nan)
         seen: list[int] = []
 
         class Data(ToyData):
@@ -268,11 +232,9 @@ async def test_what_is_not_finite_is_told_to_the_last_stage_if_it_can_go_back_an
                 return super().at(step, number)
 
         async with training(swarm, data=Data()) as (task, reports):
-            await until(lambda: all(member.host.not_finite for member in last) or task.done())
+            with not_finite(last):
+                await until(lambda: all(member.host.not_finite for member in last) or task.done())
             assert {step for member in last for step in member.host.not_finite} == {0} == set(seen)
-            for member, parameter in zip(last, finite, strict=True):
-                with torch.no_grad():
-                    member.host.stage.parameters[0].copy_(parameter)
             for member in swarm.members():  # as after a rollback
                 member.skipped_batches = 3
                 member.host.clear(Moment(1, 0))

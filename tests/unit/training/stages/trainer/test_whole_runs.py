@@ -38,17 +38,9 @@ def require_equal(run: WholeRun, reports: list[StepReport], steps: int) -> None:
             assert report.loss == pytest.approx(losses[report.moment.step], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("steps", "kills", "max_norm"),
-    [
-        (3, 0, 0.1),
-        pytest.param(10, 8, 0.0, marks=SLOW),
-        pytest.param(10, 8, 0.1, marks=SLOW),
-        pytest.param(30, 25, 0.1, marks=pytest.mark.long),
-    ],
-)
-async def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_norm: float) -> None:
-    config = replace(CONFIG, max_norm=max_norm)
+@pytest.mark.parametrize(("steps", "kills"), [(3, 0), pytest.param(10, 8, marks=SLOW)])
+async def test_every_tensor_is_that_of_one_process(steps: int, kills: int) -> None:
+    config = replace(CONFIG, max_norm=0.1)
     async with asyncio.timeout(LIMIT_S), WholeRun.running(3, 2, config=config) as run:
         reports: list[StepReport] = []
         await run.until(lambda: all(peer.moment is not None for peer in run.peers))
@@ -63,7 +55,7 @@ async def test_every_tensor_is_that_of_one_process(steps: int, kills: int, max_n
         assert all(any(speed > 0 for speed in stage) for stage in announced)
 
 
-@pytest.mark.parametrize(("steps", "kills"), [(4, 2), pytest.param(12, 10, marks=SLOW)])
+@pytest.mark.parametrize(("steps", "kills"), [(4, 2), pytest.param(10, 8, marks=SLOW)])
 async def test_replicas_with_local_steps_have_the_same_weights_after_each_round(steps: int, kills: int) -> None:
     """Real stages, threads and lines: what a micro-batch finds on its way follows from chance."""
     config = replace(CONFIG, codec="int8")
