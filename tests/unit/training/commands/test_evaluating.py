@@ -7,81 +7,50 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import CheckpointError
 from swarm_training.checkpoints.evaluations import read_evaluations
 from swarm_training.checkpoints.store import CheckpointDirectory
 from swarm_training.commands import joining
 from swarm_training.commands.building import build_model, build_tokenizer
 from swarm_training.commands.checking import not_here
-from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss
 from swarm_training.core_backend import open_run
-from swarm_training.data.settings import DataSettings
 from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.runfile.settings import (
-    BatchSettings,
     EvaluationSettings,
-    ModelSettings,
-    OptimizerSettings,
     RunFile,
-    RunSettings,
 )
-from tests.quick_keys import new_identity
+from tests.unit.training.commands.one_peer import BLOCK, STEPS, TARGET, joined, prepared, who
 from tests.unit.training.fakes import LocalRun
 
-BLOCK, BATCH, TARGET, STEPS, SAMPLES = 32, 4, 8, 6, 7
+SAMPLES = 7
 
 
-@pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
-    monkeypatch.setattr(joining.platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
-    for name, sign in (("texts", "*"), ("held-out", "+")):
-        lines = (f"def function_{number}(x): return x {sign} {number}" for number in range(200))
-        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
-    return RunFile(
-        RunSettings("run", TARGET, checkpoint_every=3, checkpoints=str(tmp_path / "checkpoints"), keep=1),
-        ModelSettings(preset="tiny", tokenizer=DEFAULT_MODEL),
-        DataSettings(str(tmp_path / "texts.txt"), BLOCK),
-        OptimizerSettings("adamw", 1e-2, schedule="linear", total_steps=STEPS),
-        batch=BatchSettings(size=BATCH),
-        evaluation=EvaluationSettings(2, str(tmp_path / "held-out.txt"), SAMPLES),
-    )
-
-
-def prepared(file: RunFile, said: list[str]) -> tuple[joining.TrainingSetup, Joining]:
-    own = Joining("run", TARGET, (), new_identity())
-    return joining.prepare(file, own, None, "cpu", said.append), own
+@pytest.fixture(name="file")
+def evaluated_file(file: RunFile, tmp_path: Path) -> RunFile:
+    """Run file with held-out data."""
+    (tmp_path / "held-out.txt").write_text("\n".join(f"def f_{n}(x): return x + {n}" for n in range(200)))
+    evaluation = EvaluationSettings(2, str(tmp_path / "held-out.txt"), SAMPLES)
+    return replace(file, run=replace(file.run, checkpoint_every=3, keep=1), evaluation=evaluation)
 
 
 class EvaluatedRun(LocalRun):
     """Its losses on held-out data become known one step after the step that they belong to."""
 
-    losses: Mapping[int, float] = {}
+    def __init__(self, *arguments: Any, losses: Mapping[int, float], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._held_out = losses
 
     def step(self, samples: int, loss: float | None = None) -> None:
         super().step(samples, loss)
-        known = (step for step in self.losses if step < self.num_steps)
-        self.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), self.losses[step], 7) for step in known)
-
-
-def joined(file: RunFile, losses: Mapping[int, float], ends_at: int | None = None) -> tuple[list[str], EvaluatedRun]:
-    runs: list[EvaluatedRun] = []
-    said: list[str] = []
-
-    def open_it(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        runs.append(EvaluatedRun(parameters, optimizer, TARGET, ends_at=ends_at))
-        runs[0].losses = losses
-        return runs[0]
-
-    setup, own = prepared(file, said)
-    joining.take_part(setup, own, open_it, threading.Event(), said.append)
-    return said, runs[0]
+        known = (step for step in self._held_out if step < self.num_steps)
+        self.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), self._held_out[step], 7) for step in known)
 
 
 def plain_loss(file: RunFile, parameters: Mapping[str, torch.Tensor]) -> float:
@@ -102,8 +71,7 @@ def test_the_loss_of_a_run_is_that_of_one_process_with_the_parameters_of_that_st
     file: RunFile, tmp_path: Path
 ) -> None:
     file = replace(file, run=replace(file.run, keep=9))
-    setup, own = prepared(file, said := [])
-    joining.take_part(setup, own, open_run, threading.Event(), said.append)
+    joining.take_part(prepared(file, said := []), who(), open_run, threading.Event(), said.append)
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     assert checkpoints.steps() == [2, 3, 4, 6]
     found = read_evaluations(tmp_path / "checkpoints", "run").losses
@@ -115,7 +83,7 @@ def test_the_loss_of_a_run_is_that_of_one_process_with_the_parameters_of_that_st
 
 
 def test_the_best_checkpoint_stays_and_is_named(file: RunFile, tmp_path: Path) -> None:
-    said, run = joined(file, {2: 1.0, 4: 2.0})
+    run = joined(file, said := [], EvaluatedRun, losses={2: 1.0, 4: 2.0})
     assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [2, STEPS]
     best = tmp_path / "checkpoints" / "step-000000002"
     facts = json.loads((tmp_path / "checkpoints" / "evaluations.json").read_text())
@@ -128,20 +96,20 @@ def test_the_best_checkpoint_stays_and_is_named(file: RunFile, tmp_path: Path) -
 def test_a_checkpoint_of_each_evaluated_step_is_written_and_replaced_if_it_is_not_the_best(
     file: RunFile, tmp_path: Path
 ) -> None:
-    joined(file, {2: 3.0, 4: 2.0})
+    joined(file, [], EvaluatedRun, losses={2: 3.0, 4: 2.0})
     assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [4, STEPS]
 
 
 def test_training_ends_with_the_run_and_says_why(file: RunFile) -> None:
-    said, run = joined(file, {2: 1.0}, ends_at=4)
+    run = joined(file, said := [], EvaluatedRun, losses={2: 1.0}, ends_at=4)
     assert run.num_steps == 4 and run.is_finished and "the run has ended at step 4: it falls no more" in said
 
 
 def test_a_peer_that_begins_has_losses_that_became_known_after_its_newest_checkpoint(
     file: RunFile, tmp_path: Path
 ) -> None:
-    joined(file, {2: 1.0, 4: 2.0})
-    setup, _ = prepared(file, [])
+    joined(file, [], EvaluatedRun, losses={2: 1.0, 4: 2.0})
+    setup = prepared(file, [])
     run = LocalRun(list(setup.model.parameters()), setup.optimizer, TARGET)
     run.num_steps = 7
     run.evaluations = EvaluationHistory.of(HeldOutLoss(Moment(0, step), float(step), 7) for step in (2, 4, STEPS))
@@ -154,8 +122,8 @@ def test_a_peer_that_begins_has_losses_that_became_known_after_its_newest_checkp
 
 
 def test_a_peer_that_starts_again_has_the_losses_that_were_known(file: RunFile, tmp_path: Path) -> None:
-    joined(file, {2: 1.0, 4: 2.0})
-    setup, _ = prepared(file, said := [])
+    joined(file, [], EvaluatedRun, losses={2: 1.0, 4: 2.0})
+    setup = prepared(file, said := [])
     assert setup.evaluation is not None and not setup.evaluation.earlier
     for is_founder in (False, True):
         setup.evaluation.go_on_after(())

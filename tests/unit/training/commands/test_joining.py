@@ -31,11 +31,9 @@ from swarm_training.core.record import Progress
 from swarm_training.core_backend import open_run
 from swarm_training.data.opening import DataReader
 from swarm_training.data.order import EVERYTHING
-from swarm_training.data.settings import DataSettings
 from swarm_training.optim.lamb import LAMB
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.offload import AdamW8bit, LAMB8bit
-from swarm_training.optim.rules import Moments, UpdateRule, adamw_update, lamb_update
 from swarm_training.reports.stepping import StepReports
 from swarm_training.run.state import TrainedState
 from swarm_training.runfile.memory import listed, mib, total, volunteer_parts
@@ -47,62 +45,12 @@ from swarm_training.runfile.settings import (
     ModelSettings,
     OptimizerSettings,
     RunFile,
-    RunSettings,
 )
-from tests.quick_keys import new_identity
+from tests.unit.training.commands.one_peer import BATCH, BLOCK, IDENTITY, STEPS, TARGET, joined, prepared, who
 from tests.unit.training.fakes import LocalRun
 from tests.unit.training.reports.test_reporters import Kept
 
-BLOCK, BATCH, TARGET, STEPS = 32, 4, 8, 6
-IDENTITY = new_identity()
 OTHERS = ("/ip4/127.0.0.1/tcp/1/p2p/QmOther",)
-
-
-@pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
-    monkeypatch.setattr(joining.platformdirs, "user_cache_path", lambda _name: tmp_path / "cache")
-    source = tmp_path / "texts.txt"
-    source.write_text(
-        "\n".join(f"def function_{number}(x): return x * {number} + {number**2}" for number in range(200))
-    )
-    return RunFile(
-        RunSettings("run", TARGET, checkpoint_every=2, checkpoints=str(tmp_path / "checkpoints"), keep=2),
-        ModelSettings(preset="tiny", tokenizer=DEFAULT_MODEL),
-        DataSettings(str(source), BLOCK),
-        OptimizerSettings("adamw", 1e-2, schedule="linear", warmup_steps=2, total_steps=STEPS),
-        batch=BatchSettings(size=BATCH),
-    )
-
-
-def who() -> Joining:
-    return Joining("run", TARGET, (), IDENTITY)
-
-
-def prepared(file: RunFile, said: list[str]) -> joining.TrainingSetup:
-    return joining.prepare(file, who(), EVERYTHING, "cpu", said.append)
-
-
-def joined(
-    file: RunFile, said: list[str], stop_after: int | None = None, goes_back: tuple[int, int] | None = None
-) -> LocalRun:
-    runs: list[LocalRun] = []
-
-    def open_run(_who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        runs.append(LocalRun(parameters, optimizer, TARGET, stop_after, goes_back))
-        return runs[0]
-
-    stopping = threading.Event()
-    if stop_after is not None:
-
-        def say(text: str) -> None:
-            said.append(text)
-            if runs and runs[0].stopping.is_set():
-                stopping.set()
-
-        joining.take_part(prepared(file, said), who(), open_run, stopping, say)
-    else:
-        joining.take_part(prepared(file, said), who(), open_run, stopping, said.append)
-    return runs[0]
 
 
 def rejoined(
@@ -262,14 +210,6 @@ def test_models_come_from_directories_with_and_without_their_weights() -> None:
         build_tokenizer(ModelSettings("nobody/nothing"))
 
 
-def test_optimizers_are_as_the_file_says() -> None:
-    model = torch.nn.Linear(2, 2)
-    settings = OptimizerSettings("adamw", 0.5, weight_decay=0.25, warmup_steps=5)
-    group = build_optimizer(settings, model).param_groups[0]
-    assert (group["lr"], group["weight_decay"]) == (0.1, 0.25)
-    assert isinstance(build_optimizer(OptimizerSettings("sgd", 0.5), model), torch.optim.SGD)
-
-
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])  # which has more groups
 def test_matrices_alone_decay_if_the_file_says_so(name: str) -> None:
     """Beside the same optimizer with the groups that anybody would write in torch, over two steps."""
@@ -292,24 +232,6 @@ def test_matrices_alone_decay_if_the_file_says_so(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
     only_matrices = torch.nn.Linear(2, 2, bias=False)
     assert len(build_optimizer(settings, only_matrices).param_groups) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "rule"),
-    [("lamb", LAMB, lamb_update), ("lamb8bit", LAMB8bit, lamb_update), ("adamw8bit", AdamW8bit, adamw_update)],
-)
-def test_optimizers_for_large_batches_and_little_memory_follow_their_rules(
-    name: str, kind: type, rule: UpdateRule
-) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = build_optimizer(OptimizerSettings(name, 0.5, weight_decay=0.25), model)
-    assert type(optimizer) is kind
-    expected, gradient = model.weight.detach().clone(), torch.ones(2, 3)
-    zeros = torch.zeros(2, 3)
-    rule(expected, gradient, Moments(zeros, zeros.clone(), 0), optimizer.param_groups[0])
-    model.weight.grad = gradient.clone()
-    optimizer.step()
-    assert torch.equal(model.weight, expected)
 
 
 def test_a_run_is_opened_with_the_settings_of_its_file(file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,26 +277,12 @@ def test_several_rollbacks_at_once_put_checkpoints_aside_and_remove_none(file: R
 
 def test_a_run_that_is_founded_again_goes_on_from_its_last_checkpoint(file: RunFile, tmp_path: Path) -> None:
     joined(file, [], stop_after=4)
-    given: list[Joining] = []
-    states: list[torch.Tensor] = []
-
-    def open_run(who: Joining, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> LocalRun:
-        given.append(who)
-        states.append(parameters[0].detach().clone())
-        assert optimizer.state[parameters[0]]["step"] == 4
-        run = LocalRun(parameters, optimizer, TARGET)
-        run.num_steps, run.num_rollbacks, run.went_back_to = 4, 1, 4
-        return run
-
-    prepared_again = prepared(file, said := [])
-    joining.take_part(prepared_again, who(), open_run, threading.Event(), said.append)
-    assert given[0].resumed_at == Moment(0, 4) and given[0].config.ledger == str(
-        tmp_path / "checkpoints" / "run.ledger"
-    )
+    given, setup = rejoined(file, said := [], 4, 1)
+    assert given.resumed_at == Moment(0, 4)
+    assert given.config.ledger == str(tmp_path / "checkpoints" / "run.ledger")
     assert "goes on from the checkpoint of step 4" in said
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    name = next(iter(dict(prepared_again.model.named_parameters())))
-    assert torch.equal(checkpoints.read(4).parameters[name], states[0])
+    assert setup.optimizer.state[next(setup.model.parameters())]["step"] == STEPS  # 4 of them in the checkpoint
     assert checkpoints.steps() == [4, STEPS] and checkpoints.read(STEPS).rollbacks == 1
     assert [step for step, _ in checkpoints.losses().series["training"]] == list(range(1, STEPS + 1))
 
@@ -422,7 +330,7 @@ def test_local_steps_have_the_rate_of_their_average_and_checkpoints_have_what_al
         joined(replace(file, local=LocalSettings(), batch=BatchSettings(size=BATCH)), [])
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "training/state.safetensors", "training/checkpoint.json"])
+@pytest.mark.parametrize("damaged", ["model.safetensors", "training/checkpoint.json"])
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, tmp_path: Path, damaged: str) -> None:
     directory = tmp_path / "checkpoints"
     file = replace(file, run=replace(file.run, keep=3))
@@ -446,10 +354,13 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact(file: RunFile, 
 def test_a_run_that_is_founded_again_and_again_keeps_its_checkpoint(file: RunFile, tmp_path: Path) -> None:
     """A ledger counts rollbacks that no checkpoint knows of."""
     joined(file, [], stop_after=4)
+    checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     for rollbacks in (1, 2, 3):
-        given, _ = rejoined(file, [], 4, rollbacks, is_stopping=True)
+        given, setup = rejoined(file, [], 4, rollbacks, is_stopping=True)
         assert given.resumed_at == Moment(0, 4)
-    assert CheckpointDirectory(tmp_path / "checkpoints").steps() == [2, 4]
+        saved = checkpoints.read(4).parameters
+        assert all(torch.equal(each, saved[name]) for name, each in setup.model.named_parameters())
+    assert checkpoints.steps() == [2, 4]
 
 
 def test_who_joins_goes_on_with_its_data_and_without_newer_checkpoints(
@@ -495,16 +406,15 @@ def test_checkpoints_of_other_runs_and_of_undone_steps_are_told_apart(file: RunF
     joined(replace(file, run=replace(file.run, keep=9)), [])
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints", keep=9)
     assert checkpoints.steps() == [2, 4, 6]
-    checkpoints.discard_undone(rollbacks=1, went_back_to=5)
-    assert checkpoints.steps() == [2, 4]
-    checkpoints.discard_undone(rollbacks=2, went_back_to=5)
-    assert checkpoints.steps() == []
-    joined(file, [])
     with pytest.raises(CheckpointError, match="has checkpoints of run 'run': expected another directory"):
         joined(replace(file, run=replace(file.run, name="o")), [])
     other = replace(file, model=replace(file.model, preset="small"))
     with pytest.raises(ValueError, match="is of another model or optimizer: expected another directory"):
         joined(other, [])
+    checkpoints.discard_undone(rollbacks=1, went_back_to=5)
+    assert checkpoints.steps() == [2, 4]
+    checkpoints.discard_undone(rollbacks=2, went_back_to=5)
+    assert checkpoints.steps() == []
 
 
 def test_every_step_is_reported_with_the_loss_of_its_batch(file: RunFile) -> None:

@@ -121,16 +121,6 @@ def test_gradient_accumulation_is_one_share(tmp_path: Path) -> None:
     assert_same_weights(trainer, expected)
 
 
-def test_a_run_that_accumulates_is_accumulation(tmp_path: Path) -> None:
-    """Three steps of Trainer for a step of the run are stock Trainer's accumulation of three."""
-    trainer, run = together(tmp_path, target=12, max_steps=36)
-    expected = stock(tmp_path, gradient_accumulation_steps=3)
-    assert run.num_steps == 12 and run.shares == [4] * 36
-    means = [sum(losses(trainer)[start : start + 3]) / 3 for start in range(0, 36, 3)]
-    assert means == pytest.approx(losses(expected), abs=2e-4)
-    assert_same_weights(trainer, expected)
-
-
 @pytest.mark.parametrize("asked", [0.1, 0.0])
 def test_the_run_clips_the_average_and_trainer_no_part_of_it(asked: float, tmp_path: Path) -> None:
     trainer, _ = together(tmp_path, target=12, max_steps=36, max_norm=0.1, max_grad_norm=asked)
