@@ -29,17 +29,6 @@ def test_sums_differ_by_the_last_error_only() -> None:
     assert lost < 0.02 < (given.sum(0) - without).abs().max()
 
 
-def test_what_int8_cannot_show_arrives_later() -> None:
-    feedback, place = ErrorFeedback(INT8), ChunkPlace("part", 0, 2)
-    vector = torch.tensor([1000.0, 1.0])  # a step is 1000/127
-    received = torch.zeros(2)
-    for _ in range(100):
-        received += INT8.decode(feedback.encode(place, vector), 2)
-        feedback.commit({place})
-    assert INT8.decode(INT8.encode(vector), 2)[1] == 0
-    torch.testing.assert_close(received / 100, vector, rtol=0, atol=0.08)
-
-
 def test_a_round_that_fails_leaves_no_trace() -> None:
     a, b = ErrorFeedback(INT8), ErrorFeedback(INT8)
     first, second, third = vectors(3)

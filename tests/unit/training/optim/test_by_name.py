@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from swarm_training.optim.by_name import optimizer_by_name
+from swarm_training.optim.lamb import LAMB
+from swarm_training.optim.offload import AdamW8bit, LAMB8bit
 from swarm_training.runfile.settings import OPTIMIZERS
 
 
@@ -12,6 +14,7 @@ from swarm_training.runfile.settings import OPTIMIZERS
 def test_each_optimizer_of_run_files_steps(name: str) -> None:
     parameter = nn.Parameter(torch.ones(8))
     optimizer = optimizer_by_name(name, [parameter], lr=0.1, weight_decay=0.0)
+    assert type(optimizer) is {"lamb": LAMB, "lamb8bit": LAMB8bit, "adamw8bit": AdamW8bit}.get(name, type(optimizer))
     parameter.grad = torch.ones(8)
     optimizer.step()
     assert bool((parameter < 1).all())

@@ -51,15 +51,6 @@ def test_it_is_the_papers(decay: float, largest: float | None) -> None:
         torch.testing.assert_close(parameter.double(), reference, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_is_as_long_as_lr_times_the_weights_whatever_the_gradient() -> None:
-    for scale in (1e-3, 1.0, 1e3):
-        (weight,) = tensors(0, (50,))
-        parameter = torch.nn.Parameter(weight.clone())
-        parameter.grad = tensors(1, (50,))[0] * scale
-        LAMB([parameter], lr=0.1, weight_decay=0).step()
-        assert float((parameter.detach() - weight).norm() / weight.norm()) == pytest.approx(0.1, rel=1e-4)
-
-
 def test_weights_of_zero_take_steps_of_adam() -> None:
     parameter = torch.nn.Parameter(torch.zeros(10))
     parameter.grad = torch.full((10,), 3.0)
@@ -98,22 +89,6 @@ def test_a_loaded_state_goes_on_as_the_old_one(dtype: torch.dtype) -> None:
     assert all(torch.equal(copied, parameter) for copied, parameter in zip(copies, parameters, strict=True))
     assert other.state[copies[0]]["exp_avg"].dtype == torch.float32
     assert int(other.state[copies[0]]["step"]) == 6
-
-
-def test_threads_change_no_bit() -> None:
-    threads, results = torch.get_num_threads(), []
-    try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            parameter = torch.nn.Parameter(tensors(0, (700, 700))[0])
-            optimizer = LAMB([parameter], lr=0.1)
-            for step in range(3):
-                (parameter.grad,) = tensors(1 + step, (700, 700))
-                optimizer.step()
-            results.append(parameter.detach())
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*results)
 
 
 def test_a_closure_is_called_with_gradients() -> None:

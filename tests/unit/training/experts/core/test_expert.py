@@ -42,13 +42,6 @@ def test_backward_gives_the_gradient_and_steps_as_adam_with_clipping_does() -> N
     assert own.num_steps == 3
 
 
-def test_with_rate_zero_nothing_changes() -> None:
-    own = expert(learning_rate=0.0)
-    before = copy.deepcopy(own.module.state_dict())
-    own.backward(some(0), some(1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in own.module.state_dict().items())
-
-
 def test_gradients_that_overflow_change_nothing() -> None:
     own = expert()
     before = own.state()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -36,90 +35,83 @@ class Scene:
         return await self.directory.following(prefixes)
 
 
-@contextmanager
-def played() -> Iterator[Scene]:
+@pytest.fixture
+def scene() -> Iterator[Scene]:
     scene = Scene()
     yield scene
     scene.directory.close()
 
 
-async def test_what_was_read_a_short_while_ago_is_not_read_again() -> None:
-    with played() as scene:
-        assert await scene.following((0,), (1,)) == {(0,): {1, 2}, (1,): set()}
-        scene.now = 9.0
-        await scene.following((0,), (1,))
-        assert sorted(scene.board.reads) == [(0,), (1,)]
+async def test_what_was_read_a_short_while_ago_is_not_read_again(scene: Scene) -> None:
+    assert await scene.following((0,), (1,)) == {(0,): {1, 2}, (1,): set()}
+    scene.now = 9.0
+    await scene.following((0,), (1,))
+    assert sorted(scene.board.reads) == [(0,), (1,)]
 
 
-async def test_what_is_older_is_used_while_it_is_read_again() -> None:
-    with played() as scene:
+async def test_what_is_older_is_used_while_it_is_read_again(scene: Scene) -> None:
+    await scene.following((0,))
+    scene.board.records[(0,)] = {holder("a"): {3}}
+    scene.now = 11.0
+    assert await scene.following((0,)) == {(0,): {1, 2}}
+    await asyncio.sleep(0)  # the refresh has its turn
+    assert await scene.following((0,)) == {(0,): {3}}
+
+
+async def test_what_is_very_old_is_waited_for(scene: Scene) -> None:
+    await scene.following((0,))
+    scene.board.records[(0,)] = {holder("a"): {3}}
+    scene.now = 61.0
+    assert await scene.following((0,)) == {(0,): {3}}
+    scene.board.is_down = True
+    scene.now = 200.0
+    with pytest.raises(PeerUnavailable):
         await scene.following((0,))
-        scene.board.records[(0,)] = {holder("a"): {3}}
-        scene.now = 11.0
-        assert await scene.following((0,)) == {(0,): {1, 2}}
-        await asyncio.sleep(0)  # the refresh has its turn
-        assert await scene.following((0,)) == {(0,): {3}}
 
 
-async def test_what_is_very_old_is_waited_for() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        scene.board.records[(0,)] = {holder("a"): {3}}
-        scene.now = 61.0
-        assert await scene.following((0,)) == {(0,): {3}}
-        scene.board.is_down = True
-        scene.now = 200.0
-        with pytest.raises(PeerUnavailable):
-            await scene.following((0,))
+async def test_what_is_forgotten_is_read_again_before_it_is_used(scene: Scene) -> None:
+    await scene.following((0,))
+    scene.board.records[(0,)] = {holder("a"): {3}}
+    scene.directory.forget()
+    assert scene.directory.holder((0, 1)) is None
+    assert await scene.following((0,)) == {(0,): {3}}
+    assert scene.directory.holder((0, 3)) == holder("a")
 
 
-async def test_what_is_forgotten_is_read_again_before_it_is_used() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        scene.board.records[(0,)] = {holder("a"): {3}}
-        scene.directory.forget()
-        assert scene.directory.holder((0, 1)) is None
-        assert await scene.following((0,)) == {(0,): {3}}
-        assert scene.directory.holder((0, 3)) == holder("a")
+async def test_a_refresh_that_fails_does_no_harm(scene: Scene) -> None:
+    await scene.following((0,))
+    scene.board.is_down = True
+    scene.now = 11.0
+    assert await scene.following((0,)) == {(0,): {1, 2}}
+    await asyncio.sleep(0)
+    assert await scene.following((0,)) == {(0,): {1, 2}}
 
 
-async def test_a_refresh_that_fails_does_no_harm() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        scene.board.is_down = True
-        scene.now = 11.0
-        assert await scene.following((0,)) == {(0,): {1, 2}}
-        await asyncio.sleep(0)
-        assert await scene.following((0,)) == {(0,): {1, 2}}
-
-
-async def test_servers_that_failed_are_left_out_longer_each_time_until_they_answer() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        a, b = holder("a"), holder("b")
-        assert scene.directory.holder((0, 2)) == a
-        for _ in range(2):  # calls that fail together
-            scene.directory.failed(a)
-        assert await scene.following((0,)) == {(0,): {2}}
-        assert scene.directory.holder((0, 2)) == b and scene.directory.holder((0, 1)) is None
-        scene.now = 3.0
-        assert scene.directory.holder((0, 1)) == a
+async def test_servers_that_failed_are_left_out_longer_each_time_until_they_answer(scene: Scene) -> None:
+    await scene.following((0,))
+    a, b = holder("a"), holder("b")
+    assert scene.directory.holder((0, 2)) == a
+    for _ in range(2):  # calls that fail together
         scene.directory.failed(a)
-        scene.now = 8.0
-        assert scene.directory.holder((0, 1)) is None
-        scene.now = 9.0
-        scene.directory.answered(a, (0, 1))
-        scene.directory.failed(a)
-        scene.now = 12.0
-        assert scene.directory.holder((0, 1)) == a
+    assert await scene.following((0,)) == {(0,): {2}}
+    assert scene.directory.holder((0, 2)) == b and scene.directory.holder((0, 1)) is None
+    scene.now = 3.0
+    assert scene.directory.holder((0, 1)) == a
+    scene.directory.failed(a)
+    scene.now = 8.0
+    assert scene.directory.holder((0, 1)) is None
+    scene.now = 9.0
+    scene.directory.answered(a, (0, 1))
+    scene.directory.failed(a)
+    scene.now = 12.0
+    assert scene.directory.holder((0, 1)) == a
 
 
-async def test_one_expert_can_be_left_out_without_the_others_of_its_server() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        scene.directory.failed(holder("a"), (0, 1))
-        assert await scene.following((0,)) == {(0,): {2}}
-        assert scene.directory.holder((0, 2)) == holder("a")
+async def test_one_expert_can_be_left_out_without_the_others_of_its_server(scene: Scene) -> None:
+    await scene.following((0,))
+    scene.directory.failed(holder("a"), (0, 1))
+    assert await scene.following((0,)) == {(0,): {2}}
+    assert scene.directory.holder((0, 2)) == holder("a")
 
 
 def test_records_are_read_as_they_were_written() -> None:
@@ -158,18 +150,17 @@ async def test_in_a_private_swarm_servers_that_are_no_members_are_not_believed()
     assert [owner.peer_id for owner, _ in registry._valid(records, 4)] == [member.peer_id]
 
 
-async def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over() -> None:
-    with played() as scene:
-        await scene.following((0,))
-        first = scene.directory.holder((0, 2))
-        assert first is not None
-        scene.directory.failed(first)
-        scene.now = 4.0
-        assert scene.directory.holder((0, 2)) == first
-        failures = {(first.peer_id, ())}
-        other = scene.directory.holder((0, 2), failures)
-        assert other is not None and other != first
-        failures.add((other.peer_id, (0, 2)))
-        assert scene.directory.holder((0, 2), failures) is None
-        found = await scene.directory.following([(0,)], failures)
-        assert 2 not in found[(0,)] and (1 in found[(0,)]) == (first.peer_id == holder("b").peer_id)
+async def test_who_failed_in_a_pass_is_not_asked_again_in_it_though_its_ban_is_over(scene: Scene) -> None:
+    await scene.following((0,))
+    first = scene.directory.holder((0, 2))
+    assert first is not None
+    scene.directory.failed(first)
+    scene.now = 4.0
+    assert scene.directory.holder((0, 2)) == first
+    failures = {(first.peer_id, ())}
+    other = scene.directory.holder((0, 2), failures)
+    assert other is not None and other != first
+    failures.add((other.peer_id, (0, 2)))
+    assert scene.directory.holder((0, 2), failures) is None
+    found = await scene.directory.following([(0,)], failures)
+    assert 2 not in found[(0,)] and (1 in found[(0,)]) == (first.peer_id == holder("b").peer_id)

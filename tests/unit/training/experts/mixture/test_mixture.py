@@ -214,21 +214,3 @@ def test_the_balance_loss_is_one_for_even_use_and_grows_when_one_expert_gets_all
     torch.testing.assert_close(moe.balance_loss, torch.tensor(3.5))  # the mean of 3 and 4, the sizes of the grid
     moe.balance_loss.backward()
     assert moe.gates[0].bias.grad is not None
-
-
-def test_a_little_of_the_balance_loss_keeps_a_gate_from_one_expert() -> None:
-    def share_of_the_most_used(coefficient: float) -> float:
-        moe = make(LocalNetwork({"a": experts_at(ALL_CELLS, kind="linear")}), k=1)
-        with torch.no_grad():
-            for gate in moe.gates:
-                gate.bias[0] = 1.0
-        optimizer = torch.optim.SGD(moe.parameters(), lr=1.0)
-        for _ in range(30):
-            optimizer.zero_grad()
-            moe(rows().detach())
-            (coefficient * moe.balance_loss).backward()
-            optimizer.step()
-        moe(rows())
-        return float(moe.cells.flatten(0, 1).unique(dim=0, return_counts=True)[1].max()) / ROWS
-
-    assert share_of_the_most_used(1.0) < 0.6 * share_of_the_most_used(0.0)

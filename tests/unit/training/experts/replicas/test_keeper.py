@@ -140,12 +140,6 @@ async def test_the_number_of_replicas_is_limited(monkeypatch: pytest.MonkeyPatch
         await scene.send(1, *some(2))
 
 
-async def test_who_keeps_nothing_refuses() -> None:
-    async with played(replace(CONFIG, replica_bytes=0)) as scene:
-        with pytest.raises(PeerBusy, match="half of 0"):
-            await scene.send(1, *some(1))
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

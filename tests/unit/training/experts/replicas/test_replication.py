@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_protocol.process.routine import repeat
 from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.replicas.replication import Replication, _load
-from swarm_training.experts.server.expert_server import _cancelled
 from tests.worlds.experts import holder
 from tests.worlds.virtual_time import at_once
 
@@ -71,25 +69,3 @@ def test_numbers_that_torch_cannot_use_are_no_replica(dtype: str) -> None:
     data = len(header).to_bytes(8, "little") + header + bytes(2)
     with pytest.raises(ValueError, match=r"it is no (file of tensors|state of an expert)"):
         _load(Trained(), Replica.of(CELLS[0], 3, data), data)  # type: ignore[arg-type]
-
-
-async def test_a_routine_that_fails_is_tried_again_and_keeps_nobody_from_leaving(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    calls = 0
-    done = asyncio.Event()
-
-    async def fails() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            done.set()
-        raise RuntimeError("a mistake")
-
-    async def fails_at_once() -> None:
-        raise RuntimeError("another mistake")
-
-    tasks = [asyncio.ensure_future(repeat(fails, (0.0, 0.0))), asyncio.ensure_future(fails_at_once())]
-    await done.wait()
-    await _cancelled(tasks)
-    assert "a server's routine failed; it is tried again" in caplog.text and "another mistake" in caplog.text

@@ -55,23 +55,3 @@ async def test_what_is_announced_no_more_is_withdrawn() -> None:
     assert board.records == {(0,): {holder("a"): {2}}, (1,): {holder("a"): set()}}
     await own.publish([])
     assert board.records == {(0,): {holder("a"): set()}, (1,): {holder("a"): set()}}
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"name": "a.b"}, "expected 1 to 64 letters"),
-        ({"hidden": 0}, "hidden is 0: expected 1 to"),
-        ({"num_experts": 13}, "13 experts: expected 1 to 12, the number of cells"),
-        ({"learning_rate": -1.0}, "expected a number of at least 0"),
-        ({"learning_rate": float("nan")}, "expected a number of at least 0"),
-        ({"port": 70000}, "expected 0 to 65535"),
-        ({"announce_host": "example.org"}, "expected ports that are not 0"),
-        ({"host": "0.0.0.0"}, "nobody can call 0.0.0.0"),
-        ({"lifetime_s": 1000.0}, "seconds above 0"),
-        ({"max_batch_rows": 0}, "at least 1"),
-    ],
-)
-def test_wrong_settings_are_said(changed: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ExpertServerConfig(**{"name": "demo", "hidden": 8, "grid": (3, 4), "num_experts": 5, **changed})
