@@ -139,6 +139,7 @@ class LoraMixin(StockModel):
 
         Args:
             trainable: whether the adapter will be trained further.
+            is_trainable: PEFT's name for ``trainable``.
             hub_options: arguments of ``huggingface_hub.hf_hub_download`` for an adapter on the hub: ``revision``, …
 
         Raises:

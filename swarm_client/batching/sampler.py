@@ -43,8 +43,7 @@ def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exce
     """Return each row's next token, or the error of its processor; ``logits`` are [rows, vocabulary] float32."""
     chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
     for rows in _alike(choices):
-        alike = logits if len(rows) == len(logits) else logits[rows]
-        tokens = outcome_of(partial(_choose_alike, [choices[row] for row in rows], alike))
+        tokens = outcome_of(partial(_choose_alike, [choices[row] for row in rows], logits, rows))
         if isinstance(tokens, Exception):  # for instance of a grammar, which belongs to one generation
             chosen[rows[0]] = tokens
             continue
@@ -61,7 +60,9 @@ def _alike(choices: Sequence[Choice]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token]:
+def _choose_alike(choices: Sequence[Choice], logits: torch.Tensor, rows: list[int]) -> list[Token]:
+    """Return the tokens of these rows of ``logits``, one for each choice."""
+    logits = logits if len(rows) == len(logits) else logits[rows]
     ids = _ids(choices, logits)
     if all(choice.num_logprobs is None for choice in choices):
         return list(map(Token, ids))

@@ -28,7 +28,7 @@ class SummedPass:
     """A backward pass whose gradients are in the sum, with all that is needed to repeat it."""
 
     part: Visited
-    grad: WireTensor
+    grad: WireTensor  # of the outputs
     context: Context
 
 

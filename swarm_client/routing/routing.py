@@ -76,6 +76,8 @@ class Costs:
         unknown_rtt_s: the assumed round trip to all other servers.
         pushes: servers send hidden states straight to one another; otherwise the client relays all of them.
         num_tokens: the positions that pass at a time; one in decoding.
+        need_tokens: the KV room that a server should have, in positions.
+        newcomers: the servers whose announced speed is not trusted.
         prices: factors on the computing time, by peer id; 1 if there is none.
         queues_s: the time for work that this client has given to servers and they have not done, by peer id.
         repeated_tokens: prompt positions that other servers need not compute, per token of the answer, by peer id.

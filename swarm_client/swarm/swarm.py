@@ -260,6 +260,10 @@ class Swarm:
     async def chains_of_lanes(self, blocks: Span, num_rows: int, unit: int, need_tokens: int) -> list[Route]:
         """Return a chain for each lane of a session with so many rows, see ``pipelining``.
 
+        Args:
+            unit: the number of rows that stay together.
+            need_tokens: the KV room that the session needs, for all rows.
+
         Raises:
             NoRoute: some block is not served now.
         """

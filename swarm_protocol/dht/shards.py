@@ -32,6 +32,7 @@ class DhtLimits:
     """The limits of a DHT, which are the same for all of its nodes.
 
     Attributes:
+        capacity: the number of servers that fit under one key.
         climb_every: the number of publications after which a server looks for room nearer to the root.
         max_lifetime_s: records that expire later than in this many seconds are neither stored nor read.
     """

@@ -53,6 +53,7 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
     """Return ``read(models)``, from the cache file if that was written for the same sources.
 
     Args:
+        code: the files of the code that reads the sources; the cache is of no use once they have changed.
         kept_in: the directory of the cache file; None: in the user's cache.
     """
     file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"

@@ -274,7 +274,7 @@ class SpanLoader:
     async def start(self, stack: Stack, neighbours: Neighbours, sharing: str) -> SpanRuntime:
         """Host a loaded span. For ``sharing``, see ``prefix_sharing``."""
         config, span = self._config, stack.span
-        offload = self._offload()
+        offload = await asyncio.to_thread(self._offload)
         prefix_cache = None if sharing == "none" else PrefixCache(between_owners=sharing == "all", offload=offload)
         engine = await asyncio.to_thread(Engine, stack, prefix_cache=prefix_cache, kv_quant=config.kv_quant)
         if engine.ways.graphs is None:

@@ -137,7 +137,8 @@ class Server:
                 line = LiveLine(sys.stderr)
                 showing = asyncio.ensure_future(keep_live_line(line, presence.record, lambda: presence.sessions))
                 cleanup.push_async_callback(end_tasks, [showing])
-            _begin(_propose_group(joined, presence.record(), monitor, network_probe), cleanup)
+            proposing = asyncio.ensure_future(_propose_group(joined, presence.record(), monitor, network_probe))
+            cleanup.push_async_callback(end_tasks, [proposing])
             await self._serve(presence, mover, judge, [losing_daemon, losing_group])
             await mover.drain()
         for losing in (losing_daemon, losing_group):

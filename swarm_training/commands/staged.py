@@ -37,7 +37,7 @@ class StagesBackend:
     stage_runs: Callable[[RunFile, Joining], Sequence[Joining]]
 
 
-Stages = Callable[[], StagesBackend]  # imports it late
+Stages = Callable[[], StagesBackend]  # imports the package of stages when it is called
 
 
 def join_staged(stages: Stages, args: argparse.Namespace, file: RunFile, who: Joining) -> Command:

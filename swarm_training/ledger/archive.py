@@ -14,6 +14,7 @@ from pathlib import Path
 from zlib import crc32
 
 from swarm_protocol.access.organiser import SwarmKey
+from swarm_protocol.wire.printable import printable
 from swarm_training.ledger.contributions import MAX_ROUND_BYTES, moment_of
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 
@@ -74,8 +75,9 @@ def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | N
             (ledger.restore if is_own else ledger.add)(data)
         except ValueError as error:
             num_wrong += 1
-            _logger.debug("a round in %s is left out: %s", path, error)
-    if num_wrong:
+            level = logging.DEBUG if is_own else logging.WARNING
+            _logger.log(level, "a round is left out: %s", printable(str(error)))
+    if num_wrong and is_own:
         _logger.warning("%d rounds in the ledger %s are not valid, and left out", num_wrong, path)
     return ledger
 

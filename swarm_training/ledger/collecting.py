@@ -30,14 +30,14 @@ Ask = Callable[[pb.RoundsRequest], Awaitable[pb.RoundsReply]]
 Take = Callable[[bytes], Awaitable[bool]]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Collector:
     """The collector of the rounds that one peer's ledger lacks."""
 
     _ledger: Ledger
     _network: Network
     _peers: Callable[[], Sequence[Progress]]  # those that can be asked
-    _newest: Callable[[], Moment | None]  # the last moment whose rounds are taken; None: the run's is not known yet
+    _newest: Callable[[], Moment | None]  # the last moment whose rounds are taken; None: unknown yet
     _keep: Callable[[bytes, RoundContributions], Awaitable[bool]]  # takes a valid round; returns whether it was new
     _in_thread: InThread
     _rng: random.Random

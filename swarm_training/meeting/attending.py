@@ -106,7 +106,7 @@ class WentBack:
     group: Group
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MeetingClient:
     """The client of one meeting, with which one peer takes part in it."""
 

@@ -25,7 +25,7 @@ _ALIVE = pb.MeetReply(alive=pb.Alive())
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Leading:
     """The meetings that one peer leads: one gathers members while earlier ones may still average."""
 
@@ -33,7 +33,7 @@ class Leading:
     _peer_id: str
     _context: Callable[[], LeaderContext]
     _note: Callable[[pb.SignedProgress], Progress]  # stores a record and returns its content, or raises ValueError
-    _referral: Callable[[pb.Join], pb.Dismissal | None]  # the answer to a peer that should ask another leader
+    _referral: Callable[[pb.Join], pb.Dismissal | None]  # to another leader; None: this peer leads
     _config: TrainingConfig
     _crediting: Crediting
     _numbers: Iterator[int] = field(default_factory=count)

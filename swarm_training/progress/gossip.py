@@ -31,7 +31,7 @@ _TIMEOUT_S = 3.0
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Gossip:
     """One peer's exchange of progress records with the others. ``num_calls``: the number of exchanges that this peer
     has begun."""

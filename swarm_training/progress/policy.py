@@ -97,7 +97,7 @@ def must_discard(view: LocalView) -> bool:
 
 
 def of_usual_model(records: Collection[Progress]) -> list[Progress]:
-    """Return the records with the most common model; of equally common ones, the last one by digest counts."""
+    """Return the records with the most common model; of equally common ones, the one with the largest digest."""
     counts = Counter(record.model for record in records)
     usual = max(counts, key=lambda model: (counts[model], model), default=b"")
     return [record for record in records if record.model == usual]

@@ -1,4 +1,4 @@
-"""The settings in a run file, as frozen values. Their comments are the documentation of the file."""
+"""The settings in a run file, as frozen values. Their comments and docstrings document the file."""
 
 from __future__ import annotations
 
@@ -254,7 +254,8 @@ class RunFile:
     @property
     def peer_config(self) -> TrainingConfig:
         """Return the settings of a peer that has the whole model, without the policy of evaluations."""
-        averaging, usual_s = self.averaging, SLOW_ROUND_S if self.local.batch_size else TrainingConfig.straggler_s
+        averaging = self.averaging
+        usual_s = SLOW_ROUND_S if self.local.batch_size else TrainingConfig.straggler_s
         return TrainingConfig(
             codec=averaging.codec,
             aggregation=averaging.aggregation,

@@ -33,7 +33,7 @@ class _Kept:
     at: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Keeper:
     """The keeper of one server; used on one event loop only.
 

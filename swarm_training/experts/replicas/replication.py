@@ -44,7 +44,7 @@ class FoundReplica:
     keeper: ExpertHolder | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Replication:
     """The replication of one server's experts; used on one event loop only."""
 

@@ -19,7 +19,7 @@ from swarm_training.experts.server.announcing import Announcer
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Adopter:
     """The adopter of one server; used on one event loop only.
 

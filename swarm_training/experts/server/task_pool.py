@@ -109,14 +109,19 @@ class TaskPool:
                 whole = await self.in_thread(lambda: self._compute(key, tensors))
                 results = whole.split([task.rows for task in tasks])
         except SwarmError as error:
-            if len(tasks) > 1:  # one bad request must not fail the others
+            if len(tasks) > 1 and not isinstance(error, _ModuleFailed):  # one bad request must not fail the others
                 for task in tasks:
                     await self._answer(key, [task])
             else:
-                tasks[0].fail(error)
+                for task in tasks:
+                    task.fail(error)
             return
         for task, result in zip(tasks, results, strict=True):
             task.succeed(result)
+
+
+class _ModuleFailed(PeerError):
+    """The error that a user's module has failed. It is not tried again, because it may have changed its parameters."""
 
 
 def _failure(key: Key, error: Exception) -> SwarmError:
@@ -124,4 +129,4 @@ def _failure(key: Key, error: Exception) -> SwarmError:
     if isinstance(error, SwarmError):
         return error
     _logger.error("%s of expert %s failed", *key, exc_info=error)
-    return PeerError(f"the expert failed: {type(error).__name__}")
+    return _ModuleFailed(f"the expert failed: {type(error).__name__}")

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PeerCheckpoints:
-    """The checkpoints of one peer's run in ``kept``, and in ``replicas`` those of another run that it keeps for it."""
+    """The checkpoints of one peer's run in ``kept``; in ``replicas``, those that it keeps for another run."""
 
     def __init__(
         self,

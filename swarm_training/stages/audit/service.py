@@ -36,14 +36,14 @@ _NAMES = {form: name for name, form in FORMS.items()}
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AuditService:
     """The service for audits of one peer, which has given ``_answers`` and computes in ``_precision``. The other
     arguments are those of ``StagesService``."""
 
     _run: str
     _host: HostedStage
-    _identity: Identity
+    _identity: Identity  # signs the answers
     _answers: AnswerLog
     _limits: StageLimits = field(default_factory=StageLimits)
     _access: AccessControl | None = None

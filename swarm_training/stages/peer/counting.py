@@ -97,7 +97,7 @@ class StageDrift:
 
 
 class Counting:
-    """A peer's count of micro-batches. Its methods are for one event loop; not ``add``, ``catch_up`` and ``clear``."""
+    """A peer's count of micro-batches, used by one event loop, but for ``add``, ``catch_up`` and ``clear``."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ MOST_BYTES = 64 << 30
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Replicas:
     """The replicas of the stage before, kept here, and those of the own stage, kept by peers of the next stage."""
 

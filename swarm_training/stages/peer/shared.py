@@ -42,7 +42,7 @@ def spans_of(names: Sequence[str], parameters: Sequence[Tensor], shared: Collect
     return spans
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SharedGradients:
     """A peer's exchange of shared parameters' gradients with another stage."""
 

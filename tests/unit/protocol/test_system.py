@@ -54,6 +54,16 @@ def test_memory_is_known() -> None:
     assert psutil.Process().memory_info().rss // 2 < system.peak_resident_bytes() < 1 << 45
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system cannot restart the peak")
+def test_the_peak_begins_again() -> None:
+    system.restart_peak()
+    before = system.peak_resident_bytes()
+    bytearray(1 << 27)
+    assert system.peak_resident_bytes() > before + (1 << 26)
+    system.restart_peak()
+    assert system.peak_resident_bytes() < before + (1 << 26)
+
+
 def test_the_peak_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Process:
         def memory_info(self) -> Process:

@@ -77,7 +77,9 @@ def test_what_is_not_of_this_run_is_left_out_and_said(tmp_path: Path, caplog: py
     archive.append(b"noise")
     archive.append(a_round(2, LIMITS.max_samples + 1))
     assert totals_in(archive.path) == {"ada": UserTotal(2, 1), "bob": UserTotal(1, 1)}
-    assert "1 rounds in the ledger" in caplog.text
+    assert "1 rounds in the ledger" in caplog.text and "a round is left out" not in caplog.text
+    restored(archive.path, "run", LIMITS, ORGANISER.public, is_own=False)
+    assert "a round is left out: " in caplog.text
     assert f"2 lines of {archive.path} are left out: they are damaged, or of another run" in caplog.text
 
 
