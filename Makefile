@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# In the order of the files: end-to-end tests first, so that short unit tests keep both processes busy to the end.
-PROCESSES := 2
+# One more than two cores, since tests also wait. In the order of the files: end-to-end tests first, so that short unit
+# tests keep all processes busy to the end.
+PROCESSES := 3
 IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
@@ -40,7 +41,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(call installed,/usr/sbin/iptables,iptables)
 	$(SMALL_CHAT_MODEL)
-	$(LINT_AND_PYTEST) PROCESSES=3 SELECTION='-m "not long and not browser"'
+	$(LINT_AND_PYTEST) SELECTION='-m "not long and not browser"'
 	$(MAKE) test-triton
 	$(MAKE) test-lightning
 	$(MAKE) test-trl

@@ -44,8 +44,7 @@ class Joining:
     identity: Identity = field(repr=False)
     organiser: SwarmKey | None = None  # the key whose members alone take part; None: anybody may
     token: bytes = field(default=b"", repr=False)  # this peer's grant; empty without an organiser
-    # The settings of this peer, of which ``straggler_s`` must fit ``local``. ``checkpoint_directory`` is chosen when the
-    # run is opened.
+    # The settings of this peer; ``straggler_s`` must fit ``local``, and ``checkpoint_directory`` is chosen later.
     config: TrainingConfig = field(default_factory=TrainingConfig)
     # ``power_sgd_rank``, ``error_feedback``: see ``AveragingSettings``.
     power_sgd_rank: int = 0
