@@ -1,4 +1,4 @@
-"""Room for an older session that grows: idle sessions are parked, and the youngest are preempted."""
+"""Room for a session that grows: idle sessions are parked, or the youngest preempted for an older one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from swarm_server.admission.pressure import Held, Need, Tenant, juniors_last, pa
 from swarm_server.kv.kv_cache import Lease, NoRoom
 
 PARK_S = 5.0  # how long others wait for a session that leaves the cache
+RETRY_S = 60.0  # until a session that could not leave is asked again
 T = TypeVar("T")
 
 
@@ -44,28 +45,31 @@ class Claim:
         self._last_s = now_s()  # when it was admitted, or last used
         self._can_park: Callable[[], bool] = lambda: False
         self._park: Callable[[], Awaitable[bool]] | None = None
-        self._leaving: asyncio.Future[bool] | None = None
-        self._gives_room_until_s = 0.0
+        self._parking: asyncio.Future[bool] | None = None
+        self._gives_room_until_s = self._can_park_from_s = 0.0
 
     def park_by(self, park: Callable[[], Awaitable[bool]], can_park: Callable[[], bool]) -> None:
         """Let the session leave the cache by ``park``, which returns whether it has left, while it ``can_park``."""
         self._park, self._can_park = park, can_park
 
     def park(self) -> None:
-        """Begin to park the session. If that is not possible, it is not tried again before the session's next step."""
+        """Begin to park the session. If that fails, it is tried again after the session's next step, or ``RETRY_S``."""
         assert self._park is not None
-        self._leaving = asyncio.ensure_future(self._park())
-        self._gives_room_until_s = now_s() + PARK_S
+        self._parking = asyncio.ensure_future(self._park())
+        self._gives_room_until_s, self._can_park_from_s = now_s() + PARK_S, now_s() + RETRY_S
 
     def returned(self) -> None:
         """Note that the session is in the cache, and may be parked again."""
-        self._leaving = None
+        self._can_park_from_s = 0.0
 
     @property
     def is_giving_room(self) -> bool:
         """Return whether the session is about to leave the cache, for at most ``PARK_S``, or to be ended."""
-        is_leaving = self._leaving is not None and not self._leaving.done()
-        return self.is_preempted or (is_leaving and now_s() < self._gives_room_until_s)
+        return self.is_preempted or (self._is_leaving and now_s() < self._gives_room_until_s)
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._parking is not None and not self._parking.done()
 
     def heard(self) -> None:
         """Note that a message has come for the session."""
@@ -84,7 +88,8 @@ class Claim:
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
-        can_park = self._leaving is None and self._has_begun and not self.closed and self._can_park()
+        may_try = self._has_begun and not self.closed and not self._is_leaving and now_s() >= self._can_park_from_s
+        can_park = may_try and self._can_park()
         return Tenant(self.client, self.seniority, charged, held, self._used_bytes(), idle_s, self._has_begun, can_park)
 
     def shrink(self) -> None:
@@ -132,14 +137,14 @@ class Preemption:
         try:
             return await work()
         except NoRoom as error:
-            shortage = error
+            shortage = error.with_traceback(None)  # whose frames may keep memory
         with self._admission.growing():
             while True:
                 await self._make_room(claim, shortage)
                 try:
                     return await work()
                 except NoRoom as error:
-                    shortage = error
+                    shortage = error.with_traceback(None)
 
     async def _make_room(self, claim: Claim, shortage: NoRoom) -> None:
         """Let other sessions give room so that this one can grow. Raise the shortage if that would not suffice."""

@@ -53,7 +53,7 @@ from swarm_server.engine.ways import Ways, fastest_ways, steps_of_two_lengths
 from swarm_server.gpu.copies import moved
 from swarm_server.kv.kv_cache import Lease
 from swarm_server.kv.kv_layout import StackLayout
-from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, Parts, grow, grown_in_place
+from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, grow, grown_in_place
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache, next_contents
 from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_layers, states_after
@@ -369,11 +369,8 @@ class Engine:
             raise RequestRejected(f"hidden states of {batch_size} rows came for a session of {len(state.rows)} rows")
         if session.layout.slots:
             state = self._with_states(state, session)
-        state, matched = self._match(state, step, session)
-        for parts in matched:
-            rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(state.rows, parts, strict=True))
-            state = replace(state, rows=rows)
-        num_matched, growth = len(matched) * PAGE_TOKENS, None
+        state, num_matched = self._match(state, step, session)
+        growth = None
         if num_matched < num_tokens:
             growth = grow(
                 session.state.rows,
@@ -409,57 +406,62 @@ class Engine:
         room = RowStatesRoom(num_rows, session.layout.state_bytes, session.lease)
         return replace(state, states=replace(states, room=room))
 
-    def _match(
-        self, state: KvState, step: SessionStep, session: Session
-    ) -> tuple[KvState, list[list[tuple[Parts, ...]]]]:
-        """Add the step to the content hashes. Return the new state and, page by page, where each row's content is."""
+    def _match(self, state: KvState, step: SessionStep, session: Session) -> tuple[KvState, int]:
+        """Add the step to the content hashes. Return the new state, and how many of the step's positions it has."""
         if state.hashes is None:
-            return state, []
+            return state, 0
         mask = hiding(step.inputs.attention_mask)
         if not same_mask(state.mask, hiding(None if mask is None else mask[:, : step.start])):
-            return forgotten(state), []  # the mask of earlier positions has changed, and with it their content
+            return forgotten(state), 0  # the mask of earlier positions has changed, and with it their content
         may_match, num_known = state.can_match and step.start % PAGE_TOKENS == 0, step.start // PAGE_TOKENS
         state = followed(state if mask is state.mask else replace(state, mask=mask), step)
         num_tokens = step.inputs.hidden.shape[1]
         if not may_match or num_tokens < PAGE_TOKENS:
-            return state, []
+            return state, 0
+        assert self.prefix_cache is not None  # without it there are no hashes
         num_pages = _most_matched_pages(step, session.keeps_outputs)
-        found = [
-            self._known_pages(session, state, row, digests[num_known:][:num_pages])
-            for row, digests in zip(state.rows, state.digests, strict=True)
+        new = [digests[num_known:][:num_pages] for digests in state.digests]
+        num_pages = _not_within_runs(min(map(self.prefix_cache.num_known, new)), step.inputs.joined)
+        longer = [
+            self._with_known_pages(session, state, row, digests[:num_pages])
+            for row, digests in zip(state.rows, new, strict=True)
         ]
-        num_found = _not_within_runs(min(map(len, found)), step.inputs.joined)
-        state = replace(state, can_match=num_found * PAGE_TOKENS == num_tokens)
-        return state, [[row[page] for row in found] for page in range(num_found)]
+        num_found = (min(row.length for row in longer) - step.start) // PAGE_TOKENS  # less if there is no room
+        num_matched = _not_within_runs(num_found, step.inputs.joined) * PAGE_TOKENS
+        cropped = [row.crop(step.start + num_matched, session.layout) for row in longer]
+        rows = tuple(row for row in cropped if row is not None)
+        if not num_matched or len(rows) < len(cropped):  # a window has moved on while another row found no room
+            return replace(state, can_match=False), 0
+        return replace(state, rows=rows, can_match=num_matched == num_tokens), num_matched
 
-    def _known_pages(
-        self, session: Session, state: KvState, row: KvRow, digests: Sequence[bytes]
-    ) -> list[tuple[Parts, ...]]:
-        """Return where the content of the pages that follow ``row`` is, up to the first that is unknown.
+    def _with_known_pages(self, session: Session, state: KvState, row: KvRow, digests: Sequence[bytes]) -> KvRow:
+        """Return a row followed by the pages of known content, up to the first that is unknown.
 
         Those that have left the cache are read back to the end of the row, if there is room, and can be shared again.
         """
-        assert self.prefix_cache is not None  # without it there are no hashes
+        assert self.prefix_cache is not None
         found = self.prefix_cache.longest(digests)
-        digests = digests[len(found) :]
-        read_back = self.prefix_cache.read_back(digests)
-        if not read_back:
-            return found
         for parts in found:
             row = row.extended(parts, PAGE_TOKENS)
-        layout, lease, count = session.layout, session.lease, len(read_back) * PAGE_TOKENS
+        layout, lease, outside = session.layout, session.lease, digests[len(found) :]
+        if not outside:
+            return row
+        count = len(outside) * PAGE_TOKENS
         try:
             growth = grow((row,), (row,), count, layout, lease, reserved=session.reserved, settled=state.settled)
         except PeerBusy:  # perhaps there is room to compute them in smaller steps
-            return found
-        (grown,), num_kept = growth.rows, (PAGE_TOKENS,) * len(layout.groups)
-        for start, digest, data in zip(range(row.length, grown.length, PAGE_TOKENS), digests, read_back, strict=False):
-            unpack(Stored(PAGE_TOKENS, num_kept, data), (grown.beginning(start + PAGE_TOKENS),), layout)
-            new = grown.slice(start, start + PAGE_TOKENS)
+            return row
+        (grown,), num_kept, length = growth.rows, (PAGE_TOKENS,) * len(layout.groups), row.length
+        for digest in outside:
+            data = self.prefix_cache.read_back(digest)
+            if data is None:
+                break
+            start, length = length, length + PAGE_TOKENS
+            unpack(Stored(PAGE_TOKENS, num_kept, data), (grown.beginning(length),), layout)
+            new = grown.slice(start, length)
             assert new is not None, "new positions have not been dropped"
             self.prefix_cache.add(digest, new)
-            found.append(new)
-        return found
+        return grown.beginning(length)
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step

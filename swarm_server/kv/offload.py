@@ -2,7 +2,7 @@
 
 Entries are bytes under a key. Those that are only kept make room for others, the least recently used first: from
 memory to disk and then away. Those that are held, for sessions that are parked, stay until they are released.
-The file has no name, so that the system frees it however the process ends, and nobody else can open it.
+The file has no name, so that the system frees it however the process ends, and other users cannot open it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from swarm_protocol.wire.constants import MIB
 
 CHUNK_BYTES = 64 * 1024  # of the file; an entry takes whole chunks
 _MOST_QUEUED_BYTES = 64 * MIB  # that wait to be written; entries beyond them are dropped, so that nobody waits
+_PATIENCE_S = 10.0  # with a disk that is busy, until what waits for it is given up
 _PAUSE_S = 60.0  # after an error of the disk, nothing is written
 _logger = logging.getLogger(__name__)
 P = TypeVar("P")
@@ -124,15 +125,24 @@ class _File:
 
     def write(self, chunks: _Chunks, data: torch.Tensor) -> None:
         """Write bytes into these chunks. Raises OSError, as if the disk is full."""
-        with self._lock:
+        with self._exclusively(_PATIENCE_S):
             self._transfer(self._file.write, chunks, data)
 
-    def read(self, chunks: _Chunks) -> torch.Tensor:
-        """Return what was written into these chunks. Raises OSError."""
+    def read(self, chunks: _Chunks, patience_s: float) -> torch.Tensor:
+        """Return what was written into these chunks. Raises OSError, also if the file is in use for ``patience_s``."""
         data = torch.empty(chunks.size_bytes, dtype=torch.uint8)
-        with self._lock:
+        with self._exclusively(patience_s):
             self._transfer(self._file.readinto, chunks, data)
         return data
+
+    @contextmanager
+    def _exclusively(self, patience_s: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=patience_s):
+            raise OSError("the disk is busy")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _transfer(self, call: Callable[[memoryview], int], chunks: _Chunks, data: torch.Tensor) -> None:
         """Write or read all chunks by ``call``, which may do less at a time. The caller holds the lock."""
@@ -147,7 +157,7 @@ class _File:
                 part = part[count:]
 
     def close(self) -> None:
-        with self._lock, suppress(OSError):
+        with suppress(OSError), self._exclusively(_PATIENCE_S):
             self._file.close()
 
 
@@ -192,10 +202,11 @@ class KvOffload:
         with self._changed:
             return key in self._waiting or key in self._memory or key in self._disk
 
-    def can_hold(self, size_bytes: int) -> bool:
-        """Return whether entries of so many bytes in all fit beside what is held."""
+    def can_hold(self, size_bytes: int, num_entries: int) -> bool:
+        """Return whether so many entries of so many bytes in all fit beside what is held."""
         with self._changed:
-            return size_bytes <= self._memory.unheld_bytes + self._disk.unheld_bytes
+            for_disk_bytes = size_bytes - self._memory.unheld_bytes
+            return for_disk_bytes <= 0 or for_disk_bytes + num_entries * CHUNK_BYTES <= self._disk.unheld_bytes
 
     def keep(self, key: bytes, size_bytes: int, pack: Callable[[], torch.Tensor]) -> None:
         """Keep an entry of this size while there is room.
@@ -216,9 +227,13 @@ class KvOffload:
                 self._place(key, data)
 
     def hold_known(self, key: bytes) -> bool:
-        """Hold an entry that is known; return False if it is not. Each hold is released separately."""
+        """Hold an entry that is known; return False if it is not, or if the disk is busy with it for long.
+
+        Each hold is released separately.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: key not in self._waiting)  # its hold is counted where it will be
+            if not self._changed.wait_for(lambda: key not in self._waiting, _PATIENCE_S):
+                return False
             tier = self._tier_of(key)
             if tier is not None:
                 tier.hold(key)
@@ -232,7 +247,7 @@ class KvOffload:
         with self._changed:
             if self.hold_known(key):
                 return True
-            if self._is_closed:
+            if self._is_closed or key in self._waiting:
                 return False
             if self._memory.can_hold(data.numel()):
                 self._memory.add(key, data, data.numel())
@@ -251,8 +266,11 @@ class KvOffload:
             elif tier.release(key) and not keeps:
                 self._drop(key)
 
-    def read(self, key: bytes) -> torch.Tensor | None:
-        """Return an entry's bytes, [bytes] uint8, which nobody may change; None if it is unknown or cannot be read."""
+    def read(self, key: bytes, patience_s: float = _PATIENCE_S) -> torch.Tensor | None:
+        """Return an entry's bytes, [bytes] uint8, which nobody may change; None if it is unknown or cannot be read.
+
+        ``patience_s``: how long to wait for a disk that is busy.
+        """
         with self._changed:
             if key in self._waiting:
                 return self._waiting[key]
@@ -263,7 +281,7 @@ class KvOffload:
             chunks = self._disk.use(key)
             self._disk.hold(key)  # while it is read
         try:
-            return self._file.read(chunks)
+            return self._file.read(chunks, patience_s)
         except (OSError, ValueError) as error:  # ValueError: the file is closed
             _logger.warning("keys and values cannot be read from disk: %s", error)
             return None
@@ -297,7 +315,8 @@ class KvOffload:
                 is_written = True
         except (OSError, ValueError) as error:  # ValueError: the file is closed
             self._writes_from_s = time.monotonic() + _PAUSE_S
-            _logger.warning("keys and values cannot be written to disk for %.0f s: %s", _PAUSE_S, error)
+            if not self._is_closed:
+                _logger.warning("keys and values cannot be written to disk for %.0f s: %s", _PAUSE_S, error)
         finally:
             with self._changed:
                 self._waiting.pop(key, None)

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from swarm_server.kv.kv_transfer import pack_parts, size_of
 from swarm_server.kv.offload import KvOffload
 
 _logger = logging.getLogger(__name__)
+_PATIENCE_S = 0.1  # with the disk, on the compute thread
 _PLACE = struct.Struct("=qB")  # the number of a position, and that nothing hides it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states: equal bytes are different numbers in each
 
@@ -141,15 +143,15 @@ class PrefixCache:
         self.touch(digests[: len(found)])
         return found
 
-    def read_back(self, digests: Sequence[bytes]) -> list[torch.Tensor]:
-        """Return the bytes of the evicted pages with these successive digests, up to the first that is gone."""
-        found = []
-        for digest in digests:
-            data = self._offload.read(digest)
-            if data is None:
-                break
-            found.append(data)
-        return found
+    def num_known(self, digests: Sequence[bytes]) -> int:
+        """Return how many of these successive digests are known, here or where evicted pages go."""
+        with self._lock:
+            known = (digest in self._entries or digest in self._offload for digest in digests)
+            return sum(takewhile(bool, known))
+
+    def read_back(self, digest: bytes) -> torch.Tensor | None:
+        """Return the bytes of an evicted page; None if they are gone, or the disk is busy."""
+        return self._offload.read(digest, _PATIENCE_S)
 
     def add(self, digest: bytes, parts: tuple[Parts, ...]) -> None:
         """Keep a page of content. No other content may fill its positions from now on."""

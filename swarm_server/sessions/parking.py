@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim
 from swarm_server.engine.session_state import Session
@@ -60,14 +61,15 @@ class Parking:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the session can leave the cache and come back into the room that it gives.
+        """Return whether there is room for the session outside the cache, and its rows share no memory.
 
-        Rows that share memory would need more.
+        Rows that do would need more room when they come back.
         """
         session = self._session
         size_bytes = session.batch_size * session.layout.size_bytes(session.length)
+        num_pieces = session.batch_size * -(-session.length // PAGE_TOKENS)
         is_there = not session.is_parked and session.length > 0
-        return is_there and self._offload.can_hold(size_bytes) and not _share_memory(session.state.rows)
+        return is_there and self._offload.can_hold(size_bytes, num_pieces) and not _share_memory(session.state.rows)
 
     async def park(self, is_idle: Callable[[], bool]) -> bool:
         """Take the session out of the cache; return whether it has left. The caller makes sure that no step begins.
@@ -96,7 +98,10 @@ class Parking:
         async with self._busy:
             session = self._session
             if not session.is_parked:
+                self._release()
+                self._claim.returned()
                 return
+            self._claim.heard()
             session.lease.promise(session.batch_size * session.layout.size_bytes(session.length))
             try:
                 await self._return()
@@ -138,6 +143,7 @@ class Parking:
 
     def _cut(self) -> None:
         """Cut the rows into pieces, the first ones of all rows first."""
+        self._require_open()
         state, groups = self._session.state, range(len(self._session.layout.groups))
         num_known = min(map(len, state.digests), default=0) if state.hashes is not None else 0
         self._pieces, self._num_shared = [], 0
@@ -159,6 +165,7 @@ class Parking:
         return known
 
     def _pack(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+        self._require_open()
         session = self._session
         rows = session.state.rows
         with torch.inference_mode():
@@ -194,6 +201,7 @@ class Parking:
 
     def _rows_with_room(self) -> tuple[tuple[KvRow, ...], int]:
         """Return rows with room for all positions, and how many of the first ones are in the cache already."""
+        self._require_open()
         session = self._session
         state, layout, prefix_cache = session.state, session.layout, self._services.engine.prefix_cache
         rows, start = (KvRow.empty(layout),) * session.batch_size, 0
@@ -240,6 +248,11 @@ class Parking:
             for parked, stored in reversed(list(zip(self._states, data, strict=True))):
                 states = parked.unpack(stored, room, states)
         self._services.engine.resume(session, rows, states, self._num_shared)
+
+    def _require_open(self) -> None:
+        """Raise PeerBusy if the session has ended meanwhile."""
+        if not self._session.state.rows:
+            raise PeerBusy("the session has ended")
 
     def _release(self) -> None:
         held, self._held, self._pieces, self._states = self._held, [], [], []

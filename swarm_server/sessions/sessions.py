@@ -438,6 +438,8 @@ class HostedSession:
             raise RequestRejected("the session is closed")
         if self.session.is_parked:
             await self._parking.resume()
+            if self.closed:
+                raise RequestRejected("the session is closed")
         if request.HasField("stored"):
             changes = self._applicable(request)
             self._require_room(request.start_position, request.stored.num_tokens, changes)
@@ -477,13 +479,16 @@ class HostedSession:
             return False
         last_time, end_s = self._last_time, now_s() + PARK_S
 
-        def is_idle() -> bool:
+        def stays_idle() -> bool:
             is_wanted = self.closed or self._is_copied or not self._routed.is_set()
             return self._last_time == last_time and now_s() < end_s and not is_wanted
 
         try:
-            return await self._parking.park(is_idle)
-        except PeerBusy:  # the server ends
+            return await self._parking.park(stays_idle)
+        except PeerBusy:  # the session or the server ends
+            return False
+        except RuntimeError as error:  # for instance of a GPU without memory
+            _logger.warning("a session could not leave the KV cache: %s", error)
             return False
         finally:
             self._turn.release()

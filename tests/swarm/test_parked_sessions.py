@@ -57,6 +57,7 @@ def test_chats_take_turns(tmp_path, hosts: list[SessionManager], prefix_cache: s
         del caches, cache
         for host in hosts:
             services = host.services
+            wait_for(lambda host=host: not host.num_sessions, "all sessions have ended")
             wait_for(lambda budget=services.budget: budget.bytes_left == budget.capacity_bytes, "all room is free")
             left = any(services.offload.used_bytes.values())
             assert left == (prefix_cache == "own"), "only what the next prompts may share stays on disk"

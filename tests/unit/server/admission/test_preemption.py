@@ -11,7 +11,7 @@ import pytest
 from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller
 from swarm_server.admission.admission import Admission
-from swarm_server.admission.preemption import Claim, Preemption
+from swarm_server.admission.preemption import RETRY_S, Claim, Preemption
 from swarm_server.admission.pressure import IDLE_S
 from swarm_server.kv.kv_cache import CacheBudget, NoRoom
 from tests.worlds.virtual_time import run_virtually
@@ -214,17 +214,21 @@ async def test_idle_sessions_are_parked_for_one_that_waits_also_those_of_the_sam
     assert sum(idle.num_parked for idle in sessions) == 1
 
 
-async def test_who_cannot_be_parked_is_not_asked_again_before_its_next_step() -> None:
+async def test_who_cannot_be_parked_is_asked_again_after_its_next_step_or_a_while() -> None:
     room, (idle,) = await idle_room(60, leaves=False)
     with pytest.raises(PeerBusy):
         await room.enter(9.0, 60, ANNA, wait_s=5.0)
     assert idle.num_parked == 1
+    await asyncio.sleep(RETRY_S)
+    with pytest.raises(PeerBusy):
+        await room.enter(9.0, 60, ANNA, wait_s=5.0)
+    assert idle.num_parked == 2
     idle.claim.begin()
     idle.claim.end(lambda: 60, asyncio.get_running_loop().time())
     await asyncio.sleep(IDLE_S)
     with pytest.raises(PeerBusy):
         await room.enter(9.0, 60, ANNA, wait_s=5.0)
-    assert idle.num_parked == 2
+    assert idle.num_parked == 3
 
 
 async def test_nobody_is_parked_in_vain() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -183,7 +184,8 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.offload = KvOffload(3 * 10, 4 * CHUNK_BYTES)
+        self.directory = TemporaryDirectory()
+        self.offload = KvOffload(3 * 10, 4 * CHUNK_BYTES, Path(self.directory.name))
         self.holds: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
 
@@ -196,8 +198,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 11))
     def hold(self, number: int) -> None:
-        is_held = self.offload.hold(bytes([number]), entry(number, self.size_of(number)))
-        assert is_held or not self.holds.get(number)
+        size_bytes = self.size_of(number)
+        fits_memory = size_bytes <= self.offload._memory.unheld_bytes
+        fits_disk = num_chunks(size_bytes) * CHUNK_BYTES <= self.offload._disk.unheld_bytes
+        is_held = self.offload.hold(bytes([number]), entry(number, size_bytes))
+        assert is_held or not (fits_memory or fits_disk or self.holds.get(number))
         self.holds[number] = self.holds.get(number, 0) + is_held
 
     @precondition(lambda self: any(self.holds.values()))
@@ -231,6 +236,7 @@ class Machine(RuleBasedStateMachine):
         assert used["memory"] + chunks * CHUNK_BYTES >= sum(sizes)
         assert chunks <= sum(map(num_chunks, sizes))
         self.offload.close()
+        self.directory.cleanup()
 
 
 TestMachine = pytest.mark.timeout(60)(Machine.TestCase)

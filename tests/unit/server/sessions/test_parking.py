@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,57 @@ async def test_a_prompt_in_many_chunks_is_read_back_into_the_room_that_it_was_pr
     assert len(session.state.rows[0].parts[0]) == 1, "in one place"
 
 
+@pytest.mark.parametrize(("family", "chunk"), [("llama", 2 * PAGE_TOKENS), ("mistral-sliding", 3 * PAGE_TOKENS)])
+async def test_a_batch_of_which_one_row_is_known_takes_no_more_room_than_it_was_promised(
+    stack_of, family: str, chunk: int
+) -> None:
+    """Nothing is read back for it alone; the other, once it is known as well, is read back with it."""
+    server = Server(stack_of(family))
+    prompts = torch.randn(2, 15 * PAGE_TOKENS + 1, HIDDEN)
+    for known, kind in ((prompts[:1], "prefill"), (prompts, "prefill"), (prompts, "reused")):
+        size_bytes = len(known) * server.engine.layout_of(HOSTED, False).size_bytes(prompts.shape[1])
+        budget = CacheBudget(size_bytes, 1)
+        budget.reclaim_by(server.prefix_cache.reclaim)
+        lease = budget.lease("anna", size_bytes)
+        session = server.engine.open(HOSTED, len(known), lease, reserved=prompts.shape[1])
+        mask, nothing = torch.ones(len(known), 0, dtype=torch.long), known[:, :0]
+        generation = Generation(server.engine, session, mask, nothing, torch.Generator())
+        server.positions()
+        for piece in known.split(chunk, 1):
+            is_last = generation.hidden.shape[1] + piece.shape[1] == prompts.shape[1]
+            (output,) = server.engine.run([(session, generation.step(0, hidden=piece, num_wanted=int(is_last)))])
+            assert isinstance(output, torch.Tensor), output
+        generation.check(output, 1)
+        positions = server.positions()
+        assert (
+            positions.get("prefill", 0) + positions.get("decode", 0) + positions.get("reused", 0)
+            == known[..., 0].numel()
+        )
+        assert positions.get(kind, 0) > known[..., 0].numel() // 2, positions
+        server.engine.close(session)
+        server.forget_prefixes()
+
+
+async def test_a_session_that_ends_while_it_comes_back_or_leaves_holds_nothing(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    for leaves in (True, False):
+        generation = Generation.open(server.engine, server.budget)
+        advance(server.engine, [generation], LENGTH)
+        parking = server.parking(generation)
+        if not leaves:
+            await park(server, parking, generation)
+        moving = asyncio.ensure_future(parking.park(lambda: True) if leaves else parking.resume())
+        await asyncio.sleep(0)
+        parking.close()
+        server.engine.close(generation.session)
+        await asyncio.gather(moving, return_exceptions=True)
+        server.forget_prefixes()
+        del generation
+        gc.collect()
+        assert server.budget.bytes_left == PLENTY
+        assert server.offload.can_hold(1 << 30, 1), "nothing is held"
+
+
 async def test_a_session_that_shares_the_pages_of_another_is_parked(stack_of) -> None:
     server = Server(stack_of("llama"))
     prompt = torch.randn(1, LENGTH, HIDDEN)
@@ -230,7 +283,7 @@ async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
     advance(server.engine, [beams], 1)
 
 
-@pytest.mark.parametrize("num_pieces", range(3))
+@pytest.mark.parametrize("num_pieces", range(5))
 async def test_a_session_that_is_wanted_meanwhile_stays(stack_of, monkeypatch, num_pieces: int) -> None:
     monkeypatch.setattr("swarm_server.sessions.parking._PIECES_AT_ONCE", 1)
     server = Server(stack_of("llama"))
@@ -282,6 +335,6 @@ async def test_what_cannot_be_read_back_ends_the_session(stack_of, tmp_path: Pat
     monkeypatch.setattr(offload._file, "read", read)
     with pytest.raises(NoRoom, match="could not be read back"):
         await parking.resume()
-    assert parking._claim.is_preempted
+    assert parking._claim.is_preempted and generation.session.lease.charged == 0
     parking.close()
     offload.close()
