@@ -142,7 +142,8 @@ def test_a_router_that_draws_ports_leaves_it_to_the_relay(lab, expected):
     assert lab.network.bytes_between("home-b", "home-a") == 0
     one = lab.serve("one", "0:2")
     lab.serve_hidden()
-    assert lab.relays_in_status() == {None, one.ready["peer"].rpartition("/")[2]}
+    relays = {None, one.ready["peer"].rpartition("/")[2]}
+    wait_for(lambda: lab.relays_in_status() == relays, "the client reaches one server through the other")
     assert tokens_of(lab.generate()) == expected
     assert lab.network.bytes_between("home-b", "home-a") == 0
 
