@@ -83,7 +83,7 @@ class Claim:
         """End at ``time_s`` what ``begin`` began. ``used_bytes`` returns the bytes with content, also later."""
         self._is_computing = False
         self._has_begun, self._used_bytes, self._last_s = True, used_bytes, time_s
-        self.returned()
+        self._can_park_from_s = 0.0
 
     def as_tenant(self) -> Tenant:
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s

@@ -176,13 +176,15 @@ class Engine:
 
     def close(self, session: Session) -> None:
         """Give back the session's room."""
-        self._leave_cache(session, KvState(()))
+        rows = session.state.rows
+        session.come_back(KvState(()))
+        _give_up(session, rows)
 
     def park(self, session: Session) -> None:
         """Give back the room of a session whose positions are stored elsewhere, until ``resume``."""
-        state = session.state
-        rows = tuple(row.without_parts for row in state.rows)
-        self._leave_cache(session, replace(state, rows=rows, states=None), is_parked=True)
+        rows = session.state.rows
+        session.leave(replace(session.state, rows=tuple(row.without_parts for row in rows), states=None))
+        _give_up(session, rows)
         session.forget_promise()
 
     def resume(self, session: Session, rows: tuple[KvRow, ...], states: RowStates | None, num_pages: int) -> None:
@@ -190,18 +192,9 @@ class Engine:
         if not session.is_parked:  # it was closed meanwhile
             return
         state = replace(session.state, rows=rows, states=states)
-        session.enter(state)
+        session.come_back(state)
         if num_pages:
             self._add_pages(replace(state, digests=tuple(digests[:num_pages] for digests in state.digests)), 0)
-
-    def _leave_cache(self, session: Session, state: KvState, *, is_parked: bool = False) -> None:
-        """Enter a state without positions in memory. Pages that the prefix cache keeps shrink to their filled part."""
-        rows = session.state.rows
-        session.enter(state, is_parked=is_parked)
-        session.lease.close()
-        for page in {part.page for row in rows for parts in row.parts for part in parts}:
-            if page.lease is session.lease and any(page.pinned):
-                page.trim()
 
     def run(self, batch: Sequence[BatchEntry]) -> list[Results]:
         """Compute one step of each session, in one batch; all steps must have equally many new positions.
@@ -667,6 +660,14 @@ class Engine:
             return steps_of_two_lengths(self)
         finally:
             self.ways = before
+
+
+def _give_up(session: Session, rows: Sequence[KvRow]) -> None:
+    """Give back the room of a session that had these rows. Pages that the prefix cache keeps shrink to their content."""
+    session.lease.close()
+    for page in {part.page for row in rows for parts in row.parts for part in parts}:
+        if page.lease is session.lease and any(page.pinned):
+            page.trim()
 
 
 def _adapter_rows(batch: Sequence[Prepared]) -> list[AdapterRows]:

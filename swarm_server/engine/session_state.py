@@ -134,9 +134,17 @@ class Session:
     def keeps_outputs(self) -> bool:
         return self.layout.outputs_group is not None
 
-    def enter(self, state: KvState, *, is_parked: bool = False) -> None:
-        """Replace the state, once whatever leads to it has been computed, or has left the cache."""
-        self.state, self.is_parked = state, is_parked
+    def enter(self, state: KvState) -> None:
+        """Replace the state, once whatever leads to it has been computed."""
+        self.state = state
+
+    def leave(self, state: KvState) -> None:
+        """Replace the state, once its positions have left the cache; ``come_back`` ends that."""
+        self.state, self.is_parked = state, True
+
+    def come_back(self, state: KvState) -> None:
+        """Replace the state, once its positions are in the cache again, or are given up."""
+        self.state, self.is_parked = state, False
 
     def require_present(self) -> None:
         """Raise RequestRejected if the session is closed. The caller makes sure that it is not parked."""

@@ -50,9 +50,10 @@ class StepGroup:
 
     def begin(self, step: BundledStep) -> bool:
         """Begin a step. Return False, and change nothing, if it needs a task, see ``HostedSession.begin``."""
-        begun = outcome_of(partial(step.hosted.begin, step.request, self._next))
-        if isinstance(begun, Exception):  # a task meets the same error and sends it to the client
-            _logger.debug("a step takes a task", exc_info=begun)
+        try:
+            begun = step.hosted.begin(step.request, self._next)
+        except Exception:  # a task meets the same error and sends it to the client
+            _logger.debug("a step takes a task", exc_info=True)
             return False
         if begun is None:
             return False
