@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -22,21 +23,21 @@ def may_be_bundled(entry: Message) -> bool:
     return entry.ByteSize() <= MAX_BUNDLED_BYTES
 
 
+@dataclass
 class _Bundle:
     """A message that waits to be sent, as the encoded pieces that make it up, of ``size_bytes`` together."""
 
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.num_entries = self.size_bytes = 0
-
-    def add(self, tag_and_length: bytes, entry: bytes) -> None:
-        self.pieces += tag_and_length, entry
-        self.num_entries += 1
-        self.size_bytes += len(entry)
+    pieces: list[bytes]
+    num_entries: int = 0
+    size_bytes: int = 0
 
 
 class Outbox(Generic[E]):
-    """A queue of entries to send; entries that arrive before the next turn of the event loop share a message."""
+    """A queue of entries to send; entries that arrive before the next turn of the event loop share a message.
+
+    Attributes:
+        size_bytes: the size of the waiting entries.
+    """
 
     def __init__(self, message_type: type[Message], field: str, send: Callable[[Any], Awaitable[object]]) -> None:
         """Create an empty queue; ``send`` writes one message of this type, whose repeated ``field`` has the entries."""
@@ -56,10 +57,12 @@ class Outbox(Generic[E]):
         size_bytes = len(entry)
         bundle = self._waiting[-1] if self._waiting else None
         if bundle is None or bundle.num_entries == MAX_BUNDLED or bundle.size_bytes + size_bytes > PART_BYTES:
-            bundle = _Bundle()
+            bundle = _Bundle([])
             self._waiting.append(bundle)
             self._filled.set()
-        bundle.add(_tag_and_length(self._field_number, size_bytes), entry)
+        bundle.pieces += _tag_and_length(self._field_number, size_bytes), entry
+        bundle.num_entries += 1
+        bundle.size_bytes += size_bytes
         self.size_bytes += size_bytes
 
     def close(self) -> None:

@@ -663,7 +663,7 @@ class Engine:
 
 
 def _give_up(session: Session, rows: Sequence[KvRow]) -> None:
-    """Give back the room of a session that had these rows. Pages that the prefix cache keeps shrink to their content."""
+    """Give back the room of a session that had these rows. Pages that the prefix cache keeps are trimmed."""
     session.lease.close()
     for page in {part.page for row in rows for parts in row.parts for part in parts}:
         if page.lease is session.lease and any(page.pinned):
