@@ -289,11 +289,11 @@ class KvOffload:
             self.release(key, keeps=True)
 
     def close(self) -> None:
-        """Drop everything; nothing is kept or held any more."""
+        """Drop everything; nothing is kept or held any more. A write that hangs is not waited for."""
         with self._changed:
             self._is_closed = True
         if self._writer is not None:
-            self._writer.shutdown(wait=True, cancel_futures=True)
+            self._writer.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             self._waiting.clear()
             self._memory, self._disk = _Tier(0), _Tier(0)

@@ -144,10 +144,13 @@ class PrefixCache:
         return found
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """Return how many of these successive digests are known, here or where evicted pages go."""
+        """Return how many of these successive digests are known: those in the cache, then those that were evicted.
+
+        A page in the cache behind one that was evicted does not count.
+        """
         with self._lock:
-            known = (digest in self._entries or digest in self._offload for digest in digests)
-            return sum(takewhile(bool, known))
+            num_here = sum(1 for _ in takewhile(self._entries.__contains__, digests))
+        return num_here + sum(1 for _ in takewhile(self._offload.__contains__, digests[num_here:]))
 
     def read_back(self, digest: bytes) -> torch.Tensor | None:
         """Return the bytes of an evicted page; None if they are gone, or the disk is busy."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from swarm_protocol.errors import PeerBusy
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim
 from swarm_server.engine.session_state import Session
@@ -104,10 +105,8 @@ class Parking:
             self._claim.heard()
             session.lease.promise(session.batch_size * session.layout.size_bytes(session.length))
             try:
-                await self._return()
-            except BaseException:
-                session.lease.release_unused()
-                raise
+                with undone_on_error(session.lease.release_unused):
+                    await self._return()
             finally:
                 if self._closed or not session.is_parked:
                     self._release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim
-from swarm_server.blocks.blocks import BlockStack, load_blocks
+from swarm_server.blocks.blocks import BlockStack
 from swarm_server.core.counters import Counters
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, RecordPast, Reorder
@@ -32,17 +30,6 @@ from tests.unit.server.engine.test_engine import HOSTED, KINDS, PLENTY, Generati
 from tests.zoo import HIDDEN, save_checkpoint
 
 LENGTH = 3 * PAGE_TOKENS + 5
-
-
-@pytest.fixture(scope="module")
-def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BlockStack]:
-    @functools.cache
-    def load(name: str) -> BlockStack:
-        directory = tmp_path_factory.mktemp(name)
-        save_checkpoint(name, directory)
-        return load_blocks(ModelCheckpoint.open(directory), HOSTED)
-
-    return load
 
 
 class Server:
@@ -270,6 +257,24 @@ async def test_a_session_that_shares_the_pages_of_another_is_parked(stack_of) ->
     await parking.resume()
     for generation in (first, second):
         advance(server.engine, [generation], 1)
+
+
+async def test_a_page_in_the_cache_behind_one_that_was_evicted_takes_no_room_for_nothing(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    prompt = torch.randn(1, 4 * PAGE_TOKENS + 1, HIDDEN)
+    first = Generation.open(server.engine, server.budget)
+    server.engine.run([(first.session, first.step(0, hidden=prompt))])
+    digests = first.session.state.digests[0]
+    server.prefix_cache.touch([digests[0]])
+    server.prefix_cache.touch([digests[3]])
+    assert server.prefix_cache.reclaim() and server.prefix_cache.reclaim()  # the two in the middle
+    second = Generation.open(server.engine, server.budget, seed=2, reserved=prompt.shape[1])
+    server.positions()
+    (output,) = server.engine.run([(second.session, second.step(0, hidden=prompt, num_wanted=1))])
+    second.check(output, 1)
+    assert server.positions() == {"reused": 3 * PAGE_TOKENS, "prefill": PAGE_TOKENS + 1}
+    (last,) = {part.page for part in second.session.state.rows[0].parts[0][1:]}
+    assert last.filled == [3 * PAGE_TOKENS + 1], "the rest goes on where the pages were read back to"
 
 
 async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
