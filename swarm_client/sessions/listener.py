@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 
 from swarm_client.core.background import now_s
 from swarm_client.sessions.call import SessionCall
@@ -104,7 +103,8 @@ class ChainListener:
                 said[hop] = result
                 numbers.append(self._take_progress(hop, result, call, asked_s))
         if hops and len(said) == len(hops):
-            index = _late_hop([max(number, call.first_number - 1) for number in numbers], call.steps[-1].number)
+            num_left = [_num_left(hop, call, number) for hop, number in zip(hops, numbers, strict=True)]
+            index = _late_hop(num_left)
             # If all hops have finished, the last one has not sent its outputs.
             late, number = (hops[-1], call.answered) if index is None else (hops[index], numbers[index])
             self._check_time(call, late, number, said)
@@ -112,8 +112,7 @@ class ChainListener:
     def _take_progress(self, hop: HopSession, said: pb.SessionProgress, call: SessionCall, asked_s: float) -> int:
         """Record the progress that the hop claimed when it was asked. Return it as the number of a sent step."""
         self._swarm.progress.probed(hop.hop.server.peer_id, said, now_s())
-        known = chain(hop.replayed, (step.number for step in call.steps))
-        number = max((n for n in known if n <= said.number), default=0)
+        number = max((n for n in _numbers_to(hop, call) if n <= said.number), default=0)
         if hop.advance(number):
             self.progress_s = max(self.progress_s, asked_s)
         if said.num_waiting:
@@ -315,17 +314,28 @@ class ChainListener:
         return {}
 
 
-def _late_hop(numbers: Sequence[int], last_number: int) -> int | None:
+def _numbers_to(hop: HopSession, call: SessionCall) -> set[int]:
+    """Return the numbers of all steps that the hop gets: those that replay earlier positions, and the call's own."""
+    return {*hop.replayed, *(step.number for step in call.steps)}
+
+
+def _num_left(hop: HopSession, call: SessionCall, number: int) -> int:
+    """Return how many steps the hop has yet to do after the step ``number``."""
+    return sum(n > number for n in _numbers_to(hop, call))
+
+
+def _late_hop(num_left: Sequence[int]) -> int | None:
     """Return the index of the hop that the other hops wait for; None if all have finished.
 
     The late hop is the first one that has not finished. An exception: a hop may have to pause until the next hop has
     taken its outputs; then the next hop is late.
 
     Args:
-        numbers: the number of the last step that each hop has done, or of the step before the first one.
+        num_left: how many steps each hop has yet to do, including those of a replay.
     """
-    late = next((i for i, number in enumerate(numbers) if number < last_number), None)
-    while late is not None and late + 1 < len(numbers) and numbers[late] - numbers[late + 1] > MAX_UNTAKEN:
+    late = next((i for i, num in enumerate(num_left) if num), None)
+    # A server computes a step before it waits until it may send the step on, so it pauses MAX_UNTAKEN + 1 steps ahead.
+    while late is not None and late + 1 < len(num_left) and num_left[late + 1] - num_left[late] > MAX_UNTAKEN:
         late += 1
     return late
 

@@ -268,9 +268,21 @@ async def test_who_has_what_it_needs_and_does_not_get_on_is_replaced_late(number
 
 @pytest.mark.parametrize(("num_ahead", "late"), [(4, 0), (5, 1)])
 def test_a_server_that_waits_for_the_next_one_to_take_its_outputs_is_not_late(num_ahead: int, late: int) -> None:
-    assert _late_hop([FIRST - 1 + num_ahead, FIRST - 1, FIRST - 1], FIRST + 7) == late
-    assert _late_hop([FIRST + 7, FIRST - 1 + num_ahead, FIRST - 1], FIRST + 7) == late + 1
-    assert _late_hop([FIRST + 7] * 3, FIRST + 7) is None
+    assert _late_hop([8 - num_ahead, 8, 8]) == late
+    assert _late_hop([0, 8 - num_ahead, 8]) == late + 1
+    assert _late_hop([0] * 3) is None
+
+
+@pytest.mark.parametrize(("numbers", "late"), [((5, 0, 0), 1), ((10, 5, 0), 2), ((4, 0, 0), 0)])
+async def test_in_a_replay_too_the_server_that_others_wait_for_is_late(numbers: tuple[int, ...], late: int) -> None:
+    """All hops are new, and get ten earlier steps before those of the call."""
+    async with opened() as session:
+        replayed = split(BlockInput(torch.randn(1, 10, HIDDEN)), start=0, number=1, size=1, codec=pb.RAW)
+        for hop in session.hops:
+            hop.remember({step.number: step for step in replayed})
+        session.stands(*numbers)
+        index, error, _ = await next_trouble(session)
+        assert index == late and "did not finish a step within" in str(error)
 
 
 async def test_nobody_is_late_while_a_server_computes_what_the_others_wait_for() -> None:
