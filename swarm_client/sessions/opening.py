@@ -326,7 +326,7 @@ class Opener:
         inbox = Inbox()
         request = pb.Open(session_key=new_session_key(), batch_size=1, reserve_tokens=1)
         hop = await (await self._swarm.server(server)).open(next(self._numbers), part, request, inbox)
-        try:
+        with undone_on_error(hop.abandon):  # nobody else knows the hop
             (step,) = split(inputs, start=0, number=FIRST_STEP, size=1, codec=request.codec, num_wanted=1)
             hop.post(step.message, step.parts)
             event = await inbox.get()
@@ -337,9 +337,6 @@ class Opener:
             if event.hidden is None:
                 raise BadReply(f"server {server.short_id} answered nothing", server.peer_id, part)
             event.hidden.decode(inputs.hidden.shape, inputs.hidden.dtype)
-        except asyncio.CancelledError:
-            hop.abandon()
-            raise
         await hop.close()
 
     async def open_in_turn(self, chain: Route, opening: Opening, wait_s: float, asked: list[str]) -> list[HopSession]:

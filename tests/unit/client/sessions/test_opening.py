@@ -201,3 +201,16 @@ async def test_a_trial_that_is_given_up_leaves_no_error_that_nobody_has_read() -
         gc.collect()
     gc.collect()
     assert not unread
+
+
+async def test_a_trial_that_a_server_refuses_leaves_no_session_behind() -> None:
+    servers = FakeServers(a="0:6")
+    async with client_of(servers) as swarm:
+        await swarm.chain(ALL, 8)
+        trying = asyncio.ensure_future(Opener(swarm, Inbox()).try_out(ALL, (), hidden_size=4))
+        await asyncio.sleep(0.5)
+        (call,) = servers.calls
+        status = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        call.say(pb.SessionReply(failure=pb.Failure(status=status, message="no", number=call.steps[0].number)))
+        assert not await trying
+        assert call.cancelled
