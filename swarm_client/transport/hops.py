@@ -17,6 +17,7 @@ from swarm_client.transport.steps import OutgoingStep, in_messages
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import BadReply, PeerUnavailable, SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 from swarm_protocol.wire.bundling import may_be_bundled
@@ -180,21 +181,18 @@ class HopSession:
         return self.ended or self._reading is None or self._reading.done()
 
     async def open(self, request: pb.Open, timeout_s: float) -> None:
-        server, span = self.hop.server, self.hop.span
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._stream.write(pb.SessionRequest(open=request))
-                reply = await self._stream.read()
-        except TimeoutError:
-            self._stream.cancel()
-            reason = f"server {server.short_id} did not answer within {timeout_s:g} s"
-            raise PeerUnavailable(reason, server.peer_id, span) from None
-        except asyncio.CancelledError:
-            self._stream.cancel()
-            raise
-        if reply.WhichOneof("kind") != "opened":
-            self._stream.cancel()
-            raise self._out_of_turn()
+        """Open the session on the server. Raise SwarmError if the server refuses, or does not answer in time."""
+        with undone_on_error(self._stream.cancel):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._stream.write(pb.SessionRequest(open=request))
+                    reply = await self._stream.read()
+            except TimeoutError:
+                server = self.hop.server
+                reason = f"server {server.short_id} did not answer within {timeout_s:g} s"
+                raise PeerUnavailable(reason, server.peer_id, self.span) from None
+            if reply.WhichOneof("kind") != "opened":
+                raise self._out_of_turn()
         self.max_step_tokens = max(1, reply.opened.max_step_tokens)
         self.queue_s = reply.opened.queue_s if reply.opened.HasField("queue_s") else None
         if self._bundle is not None and self._bundle.ended:  # the server knows, and answers on the session's stream

@@ -79,6 +79,12 @@ class TestOpening:
         assert_of_the_peer(caught.value)
         assert call.cancelled
 
+    def test_answered_by_bytes_that_are_no_message(self) -> None:
+        call = FakeCall([None])  # so does gRPC say it
+        with pytest.raises(BadReply, match="bytes that are no message"):
+            run(hop_session(call).open(pb.Open(), timeout_s=5))
+        assert call.cancelled
+
     def test_not_answered(self) -> None:
         call = SilentCall([])
         with pytest.raises(PeerUnavailable, match=r"did not answer within 0\.01 s") as caught:
