@@ -352,8 +352,12 @@ class ServerConnection:
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=self._timeouts.probe_after_s))[0]:
-                async with translated(self.record, span):
-                    await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
+                try:
+                    async with translated(self.record, span):
+                        await self._stub.Describe(pb.DescribeRequest(), timeout=self._timeouts.probe_s)
+                except SwarmError:
+                    if not task.done():  # otherwise the work has ended meanwhile, and its own result or error counts
+                        raise
             return task.result()
         finally:
             task.cancel()

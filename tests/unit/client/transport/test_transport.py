@@ -19,7 +19,7 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 from swarm_protocol.errors import BadReply, PeerBusy, PeerError, PeerUnavailable, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
-from tests.unit.client.transport.test_grpc_calls import FakeCall
+from tests.unit.client.transport.test_grpc_calls import FakeCall, rpc_error
 from tests.unit.support import run, server_record, until
 from tests.worlds.servers import Answering
 from tests.worlds.virtual_time import run_virtually
@@ -301,6 +301,48 @@ async def test_a_backward_pass_sends_the_inputs_unless_the_server_has_kept_them_
         pb.BackwardRequest(grad=grad.header),
         *(pb.BackwardRequest(more=part) for part in grad.parts),
     ]
+
+
+class SlowPass(PassCall):
+    """A pass whose answer takes more than a second."""
+
+    async def __anext__(self) -> pb.TensorReply:
+        await asyncio.sleep(1.2)
+        return await super().__anext__()
+
+
+class SilentPass(PassCall):
+    """A pass that is never answered."""
+
+    async def __anext__(self) -> pb.TensorReply:
+        return await asyncio.get_running_loop().create_future()
+
+
+class UnprobedChannel(Channel):
+    """A channel to a server that answers no probe."""
+
+    def unary_unary(self, _path: str, **_options: Any) -> Callable[..., Answering]:
+        async def probe(timeout: float) -> None:
+            await asyncio.sleep(timeout)
+            raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED)
+
+        return lambda request, timeout: Answering(probe(timeout))
+
+
+@pytest.mark.run_by(function=run_virtually)
+@pytest.mark.parametrize("is_answered", [False, True])
+async def test_a_pass_that_ends_while_a_probe_fails_counts(is_answered: bool) -> None:
+    hidden = WireTensor.of(HIDDEN)
+    replies: list[object] = [pb.TensorReply(output=hidden.header)]
+    call = SlowPass(replies) if is_answered else SilentPass()
+    server = ServerConnection(server_record(), UnprobedChannel(call), ClientConfig())  # type: ignore[arg-type]
+    passing = server.forward(Span(0, 4), hidden, Context(None, None), unwatched)
+    if is_answered:
+        assert await passing == (hidden, False)
+    else:
+        with pytest.raises(PeerUnavailable, match="does not answer"):
+            await passing
+        await until(lambda: call.cancelled)
 
 
 class Line:
