@@ -333,8 +333,6 @@ class Swarm:
                     chains = _choose_kind(choose, servers, like, optimistic and like is None)
                 except NoRoute:
                     error = error or no_route(servers, blocks, left_out)
-                    if self._denials:
-                        raise next(iter(self._denials.values())) from None
                     if not silent:
                         break
                     silent.clear()
@@ -344,7 +342,16 @@ class Swarm:
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
         assert error is not None  # the last round took no unknown server for near
-        raise error
+        raise self._denial_of(error.missing) or error
+
+    def _denial_of(self, missing: Iterable[Span]) -> AccessDenied | None:
+        """Return why this client gets no chain if some missing block is served only by servers that refuse it."""
+        servers, _ = self._usable({})
+        for block in (block for span in missing for block in range(span.start, span.end)):
+            holders = [s.peer_id for s in servers.servers if block in s.span and not self.is_banned(s.peer_id)]
+            if holders and all(peer_id in self._denials for peer_id in holders):
+                return self._denials[holders[0]]
+        return None
 
     def _unmeasured(self, chains: Iterable[Route]) -> list[ServerRecord]:
         """Return the servers of these chains whose round trip is unknown."""

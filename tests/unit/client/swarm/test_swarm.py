@@ -149,6 +149,24 @@ async def test_servers_that_do_not_accept_a_client_are_passed_over() -> None:
     assert net.pinged.count("a") == 1
 
 
+@pytest.mark.run_by(function=run_virtually)
+async def test_a_server_that_refuses_does_not_end_the_wait_for_another_that_failed() -> None:
+    net = FakeNet(servers(("a", "0:8"), ("b", "0:8")), denying={"b"})
+    async with client_of(net) as swarm:
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+        assert swarm.denial("b")
+        swarm.failed(PeerUnavailable("it broke", "a", Span(0, 8)))
+        with pytest.raises(NoRoute, match="no server holds blocks 0:8"):
+            await swarm.chain(Span(0, 8), NEED)
+        await asyncio.sleep(2.0)
+        assert names(await swarm.chain(Span(0, 8), NEED)) == ["a"]
+        with pytest.raises(NoRoute):
+            await swarm.chain(Span(0, 8), NEED, avoid=["a"])
+        swarm.ban("a")
+        with pytest.raises(AccessDenied):
+            await swarm.chain(Span(0, 8), NEED)
+
+
 async def test_an_expired_record_is_no_server() -> None:
     old = [replace(record, expires_at=time.time() - 1) for record in servers(("a", "0:8"))]
     async with client_of(FakeNet(old)) as swarm:
