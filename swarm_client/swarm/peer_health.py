@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import inf
+from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +46,8 @@ class RttTracker:
     async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
         """Ping the unknown servers of ``first`` and some of ``others``. Return which of ``first`` do not answer."""
         unknown = [server for server in others if server.peer_id not in self._rtts_s]
-        some = unknown[:: max(1, len(unknown) // _AT_ONCE)]  # spread over all blocks
+        # The servers are in the order of their blocks; the sample must reach the last ones, hence the rounding up.
+        some = unknown[:: max(1, ceil(len(unknown) / _AT_ONCE))]
         asked = {server.peer_id: server for server in (*first, *some) if server.peer_id not in self._rtts_s}
         tasks = [self._ask(server) for server in islice(asked.values(), max(_AT_ONCE, len(first)))]
         if tasks:
