@@ -77,7 +77,8 @@ class Retry:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.reason}; blocks {self.span} are computed again"
+        what = "the pass is" if self.span is None else f"blocks {self.span} are"
+        return f"{self.reason}; {what} computed again"
 
 
 @dataclass(frozen=True)

@@ -59,5 +59,6 @@ class Stall:
     def error(self, span: Span | None, what: str, advice: str = "") -> RecoveryFailed:
         """Return the error that the blocks could not be ``what``, with all that was tried."""
         tried = tuple(dict.fromkeys(self.tried))
-        message = f"blocks {span} could not be {what} within {self.timeout_s:g} s: {'; '.join(tried)}{advice}"
+        blocks = "some blocks" if span is None else f"blocks {span}"
+        message = f"{blocks} could not be {what} within {self.timeout_s:g} s: {'; '.join(tried)}{advice}"
         return RecoveryFailed(message, self.peer_id, span, tried)

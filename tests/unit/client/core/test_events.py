@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.core.events import DoubtfulTokens, Move, PartReporter, Recovery, Reporter, Waiting
+from swarm_client.core.events import DoubtfulTokens, Move, PartReporter, Recovery, Reporter, Retry, Waiting
 from swarm_protocol.span import Span
 from swarm_protocol.telemetry.tracing import tracing
 
@@ -41,6 +41,11 @@ def test_what_stands_still_at_the_same_time_counts_once(stalls: list[tuple[float
 def test_seconds_are_said_without_an_exponent(seconds: float, said: str) -> None:
     events = (recovery(seconds), Move(Span(0, 2), "a", "b", 3, seconds), Waiting("no server", seconds))
     assert all(str(event).endswith(f" {said} s") for event in events)
+
+
+@pytest.mark.parametrize(("span", "said"), [(Span(0, 2), "blocks 0:2 are"), (None, "the pass is")])
+def test_a_retry_says_what_is_computed_again(span: Span | None, said: str) -> None:
+    assert str(Retry(span, "a", "it is gone")) == f"it is gone; {said} computed again"
 
 
 def test_doubtful_positions_are_named_with_the_last_one_included() -> None:
