@@ -175,7 +175,8 @@ def killed(result: Generation, quant: str, hop: int, moment: str, length: int, p
 
 def wait_for_copies(session: RemoteSession) -> None:
     """Of all hops; bounded."""
-    wait_until(lambda: session._lanes[0].chain._standby.num_ready >= len(session.hops), COPIES_TIMEOUT_S)
+    chain = session._lanes[0].chain
+    wait_until(lambda: all(map(chain._standby.of, chain.hops)), COPIES_TIMEOUT_S)
 
 
 def show_kills(kills: Sequence[Kill], standby: bool) -> None:

@@ -49,10 +49,6 @@ class StandbyReplicas:
         self._replicas: dict[int, HopSession] = {}  # keys: numbers of the replicated hops
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    @property
-    def num_ready(self) -> int:
-        return len(self._replicas)
-
     def arrange(self) -> None:
         """Start to replicate the hops that should have a replica and have none."""
         for hop in self._hops:

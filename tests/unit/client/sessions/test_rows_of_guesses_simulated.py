@@ -149,7 +149,8 @@ async def test_a_replica_takes_over_with_all_rows():
         net.start(name, span, WHOLE_STEPS)
     text = Text(await client(net), 200, standby=True)
     await text.write(100)
-    while text.session._lanes[0].chain._standby.num_ready < len(text.hops):
+    chain = text.session._lanes[0].chain
+    while not all(map(chain._standby.of, chain.hops)):
         await asyncio.sleep(0.1)
     await killed_in_a_pass(text, net)
     assert len(text.rows) == ROWS
