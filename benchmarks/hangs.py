@@ -46,7 +46,10 @@ class Watch:
         self._thread.start()
 
     def _watch(self) -> None:
-        if wait_until(lambda: self._session._lanes[0].chain.is_recovering, _NOTICE_TIMEOUT_S) is not None:
+        def has_noticed() -> bool:
+            return self._session._lanes[0].chain._replacer._stall is not None
+
+        if wait_until(has_noticed, _NOTICE_TIMEOUT_S) is not None:
             self.noticed_s = time.perf_counter() - self.start_s
 
 

@@ -297,7 +297,7 @@ class Wanted:
         return bool(self.allowed or self.blocked or self.adapter)
 
     def admits(self, peer_id: str) -> bool:
-        return not peer_id.endswith(self.blocked or "\0") and (not self.allowed or peer_id.endswith(self.allowed))
+        return not peer_id.endswith(self.blocked) and (not self.allowed or peer_id.endswith(self.allowed))
 
 
 def usable(

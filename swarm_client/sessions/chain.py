@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-import torch
-
 from swarm_client.adapters.snapshots import AdapterSnapshot
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Move, Reporter
@@ -86,11 +84,6 @@ class Chain:
         """Return the codecs from the client to the first hop of ``route``, between hops, and back to the client."""
         return (*map(self.opener.codec_to, self.hops[:1]), *(session.codec for session in self.hops))
 
-    @property
-    def is_recovering(self) -> bool:
-        """Return whether no answer has come since a server failed."""
-        return self._replacer.is_recovering
-
     def reset(self) -> None:
         """Begin a session without positions. The caller must have released the servers."""
         self.is_new = False
@@ -108,8 +101,8 @@ class Chain:
 
     # ------------------------------------------------------------ one call
 
-    async def step(self, call: SessionCall, may_wait: bool = True) -> torch.Tensor:
-        """Return the outputs of the last positions of the call, [batch, num_wanted, hidden_size].
+    async def step(self, call: SessionCall, may_wait: bool = True) -> None:
+        """Run the call on the servers, so that it is complete.
 
         ``may_wait``: wait for KV room; if it is False, the step fails at once where there is no room.
 
@@ -140,7 +133,6 @@ class Chain:
             self._past.extend(call.taken)
             self._swarm.worked(hop.hop.server.peer_id for hop in self.hops)
         self._standby.arrange()
-        return call.output()
 
     async def _take_back(self, call: SessionCall) -> None:
         """Make what the servers hold match the client's state after a call that has failed."""

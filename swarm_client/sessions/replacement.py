@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from swarm_client.core.background import now_s
 from swarm_client.core.events import Recovery, Reporter, Waiting
@@ -58,11 +57,6 @@ class HopReplacer:
         self._new: list[HopSession] = []  # hops that are not in the chain yet
         self._hidden_size = 0
         self._stalled: set[str] = set()  # peer ids of servers that are left out for the rest of the session
-
-    @property
-    def is_recovering(self) -> bool:
-        """Return whether no answer has come since a failure."""
-        return self._stall is not None
 
     def begin_call(self, may_wait: bool) -> None:
         """Start a call. ``may_wait``: wait for KV room; otherwise the call fails at once where there is none."""
@@ -141,8 +135,16 @@ class HopReplacer:
         while True:
             try:
                 cautious = await self._who_may_stall(span)
-                avoid, wishes = {*full, *cautious}, self._wishes(instead)
-                return await self._opener.open_span(span, opening, after, avoid=avoid, **wishes)
+                stall = self._stall
+                return await self._opener.open_span(
+                    span,
+                    opening,
+                    after,
+                    avoid={*full, *cautious},
+                    timeout_s=None if stall is None else stall.time_left_s,
+                    like=None if instead is None else instead.hop.server,
+                    on_wait=None if stall is None else self._report_waiting,
+                )
             except NoRoute as error:
                 if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
                     self._stalled.clear()  # no other servers hold the blocks
@@ -165,12 +167,6 @@ class HopReplacer:
                 self._add_to_tried(error)
             except PeerError as error:
                 self._failed_to_open(error, span)
-
-    def _wishes(self, instead: HopSession | None) -> dict[str, Any]:
-        """Return further arguments of ``open_span``: during a stall, hops must open in the time that is left of it."""
-        found: dict[str, Any] = {} if instead is None else {"like": instead.hop.server}
-        stall = self._stall
-        return found if stall is None else found | {"timeout_s": stall.time_left_s, "on_wait": self._report_waiting}
 
     async def _who_may_stall(self, span: Span) -> set[str]:
         """Return the peer ids to avoid, because some servers in this session accepted steps and computed nothing.

@@ -21,19 +21,18 @@ async def read_tensors(
 ) -> list[tuple[WireTensor, pb.TensorReply]]:
     """Return the answer's tensors, which must have these shapes and dtypes, each with its first message.
 
-    Return only the first tensor if the server has added the others to a sum. Raise BadReply if the answer is malformed.
+    Return only the first tensor if the server has added the others to a sum. Raise BadReply if the answer is malformed;
+    the caller's ``translated`` then cancels the call.
     """
     replies, tensors = aiter(call), []
     for like in expected:
         tensor = await _read_tensor(replies, like, server, span)
         if tensor is None:
-            call.cancel()
             raise bad_reply(server, span, "sent a broken answer")
         tensors.append(tensor)
         if tensors[0][1].summed:
             break
     async for _ in replies:
-        call.cancel()
         raise bad_reply(server, span, "sent a broken answer")
     return tensors
 

@@ -345,7 +345,7 @@ class HopSession:
     async def copy(self, to: HopSession, timeout_s: float) -> None:
         """Copy all keys and values, and those of every later step, to another session."""
         request = pb.CopyRequest(session_key=self.session_key, to=to.as_next())
-        await self._server.copy(request, self.span, timeout_s or self._timeouts.open_s)
+        await self._server.copy(request, self.span, timeout_s)
 
     def as_next(self, codec: pb.Codec | None = None) -> pb.NextHop:
         """Return where other servers reach this session. ``codec``: of what they send; None: as opened."""
