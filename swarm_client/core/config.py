@@ -20,7 +20,7 @@ CHECK_SHARE = 0.025  # the share of servers' work; below 3 %, this leaves room f
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The time limits of single exchanges with a server or the DHT. A field that is no time raises ValueError."""
+    """The time limits of single exchanges with a server or the DHT. A negative or infinite limit raises ValueError."""
 
     connect_s: float = 4.0
     open_s: float = 5.0  # opening a session, without the wait for room
@@ -31,7 +31,7 @@ class Timeouts:
     trial_s: float = 3.0  # one step of a server that is tried out after another one has stalled
     read_s: float = 10.0  # reading the servers from the DHT
     rejoin_after_s: float = 1.0  # between two attempts to rejoin, which cost little while no peer answers
-    check_s: float = 10.0  # how long a new server's first answers are held back at most, to be checked
+    check_s: float = 10.0  # the longest time for which a new server's first answers wait to be checked
     rejoin_s: float = 3.0  # waiting for an attempt to rejoin; a longer one continues in the background
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class ClientConfig:
             raise ValueError(f"on_event is {self.on_event!r}: expected a function of one event")
 
     def _clean_peers(self) -> None:
-        """Check the names of peers, and remove what only belongs to their display."""
+        """Check the addresses and ids of peers, and remove the ellipsis with which ids are displayed."""
         if isinstance(self.initial_peers, str):
             raise ValueError("initial_peers is a string: expected a list of multiaddrs")
         object.__setattr__(self, "initial_peers", tuple(self.initial_peers))
@@ -136,7 +136,7 @@ class ClientConfig:
             peer_ids = getattr(self, name)
             if isinstance(peer_ids, str):
                 raise ValueError(f"{name} is a string: expected a list of peer ids")
-            cleaned = tuple(peer_id.lstrip("…") for peer_id in peer_ids)
+            cleaned = tuple(peer_id.lstrip("…") for peer_id in peer_ids)  # `status` writes "…" before an end
             if not all(map(str.isalnum, cleaned)):
                 raise ValueError(
                     f"{name} are {list(peer_ids)}: expected peer ids, or their ends as `status` shows them"

@@ -20,9 +20,9 @@ class Recovery:
     """The event that blocks moved to other servers because a server failed.
 
     Attributes:
-        failed: the ids of the servers that computed them until now; ``reason``: why these servers were replaced.
-        replayed_tokens: the positions that were computed again, of every row.
-        from_copy: a standby replica took over, which had all or nearly all keys and values.
+        failed: the ids of the servers that computed the blocks until now; ``reason``: why these servers were replaced.
+        replayed_tokens: the number of positions that were computed again, in every row.
+        from_copy: whether a standby replica took over, which had all or nearly all keys and values.
         stall_s: the time from the last progress, or from the call that found the failure, to the next answer.
     """
 
@@ -83,11 +83,11 @@ class Retry:
 
 @dataclass(frozen=True)
 class WrongAnswers:
-    """The event that a server has answered wrongly, as others or its own answers show. The client stops using it.
+    """The event that a server has answered wrongly: other answers differ from its own. The client stops using it.
 
     Attributes:
-        span: the blocks; ``server``: the id of the server that computed them; ``witnesses``: ids of servers that
-            differ.
+        span: the blocks that ``server`` computed; both ``server`` and ``witnesses`` are peer ids.
+        witnesses: the servers whose answers differ. The server itself is among them if it contradicted itself.
     """
 
     span: Span
@@ -106,7 +106,7 @@ class DoubtfulTokens:
     """The event that positions already used have passed through servers that were found to answer wrongly.
 
     Attributes:
-        first, end: the positions, half-open; all before ``first`` were checked, or came before checked ones.
+        first, end: the half-open range of these positions; earlier ones were checked, or precede a checked one.
     """
 
     servers: tuple[str, ...]
@@ -128,12 +128,13 @@ class SessionStats:
     Attributes:
         steps, tokens: the calls of ``step``, and the positions they added, over all rows.
         recoveries: how often blocks moved because a server failed; ``standbys_used``: how often to a standby replica.
-        replayed_tokens: the positions that were computed again, of every row.
+        replayed_tokens: the number of positions that were computed again, in every row.
         stall_s: the seconds for which generation, or some rows of it, stood still.
-        moves: how often blocks moved with their KV cache because a server left; ``copied_tokens``: all such tokens.
+        moves: how often blocks moved with their KV cache because a server left; ``copied_tokens``: the positions whose
+            keys and values were copied for that, in every row.
         waits: how often the session had to wait for servers or for room.
         checks: how often other servers computed answers again to check them.
-        doubtful_tokens: the positions, of every row, through servers that were later found to answer wrongly.
+        doubtful_tokens: the positions, in every row, that went through servers later found to answer wrongly.
     """
 
     steps: int = 0

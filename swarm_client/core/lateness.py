@@ -8,7 +8,7 @@ from math import inf
 
 from swarm_client.core.background import now_s
 
-_TICK_S = 0.5
+_TICK_S = 0.5  # the time between two looks at the clock
 _USUAL_S = 0.25  # a tick that comes no later than this is in time
 _MAX_LOSSES = 64  # the most losses that are remembered
 
@@ -31,5 +31,6 @@ class Lateness:
     def awake_s(self, start_s: float) -> float:
         """Return the seconds since ``start_s`` in which the loop could run."""
         now = now_s()
+        # After a pause, this may run before ``watch`` has recorded it.
         losses = [*self._losses, *([(self._due_s, now)] if now > self._due_s + _USUAL_S else [])]
         return now - start_s - sum(max(0.0, end - max(start, start_s)) for start, end in losses)

@@ -4,7 +4,7 @@
 carries out the instructions in order; the last one ends the failover or leads to the next event::
 
   Failed ─► Ask ─► HopsAsked ─► AskReplica ─► ReplicaAsked ─► UseReplica ─► HopsOpened ─► Connect ─► Connected ─► Splice
-                              OpenHops ───────────────────────────────────► HopsOpened
+                             └► OpenHops ─────────────────────────────────► HopsOpened
 
 The part from ``HopsAsked`` on is repeated for each run of failed hops, the last run first; ``Resume`` follows the last
 splice. Hops are identified by their numbers, which are never used twice in a session.
@@ -51,9 +51,10 @@ class CallProgress:
     """The progress of the interrupted call.
 
     Attributes:
-        steps: the steps of the call; ``past``: the last steps before it.
+        steps: the steps of the call; ``past``: the last steps before the call.
+        start: the position at which the call begins.
         answered: the number of the last step whose outputs the client has.
-        starts_over: the other hops cannot give new hops, or the client, all that only the failed hops had.
+        starts_over: whether all hops must be replaced, because failed hops had something that no other hop can resend.
     """
 
     steps: tuple[Taken, ...]
@@ -116,6 +117,8 @@ def decide(state: FailoverState, event: Event) -> Decision:
             return _open(replace(state, is_replica=False), [AbandonNew()])
         case HopsOpened():
             assert state.replay is not None
+            # A replica has taken earlier steps, so its history gets the one number that is free before the call. New
+            # hops have taken none, so theirs is numbered from 1.
             number = state.progress.steps[0].number - 1 if state.is_replica else 1
             return state, [Connect(_number(state.before), state.replay, number)]
         case ServersFull():
@@ -135,10 +138,12 @@ def _after_failure(state: FailoverState, errors: Mapping[int, SwarmError], is_la
     state = replace(state, failed=failed)
     # Servers are not avoided if all hops fail at once: then the client's own network may be down.
     instructions: list[Instruction] = [Blame(errors, avoid=not len(errors) == len(state.links) > 1)]
-    if is_late and not all(isinstance(error, PeerBusy) for error in failed.values()):  # these just lack room
+    # Servers that lack room have not failed: admission has a time limit of its own.
+    if is_late and not all(isinstance(error, PeerBusy) for error in failed.values()):
         return state, [*instructions, GiveUp(next(link.span for link in state.links if link.number in failed))]
-    if state.progress.starts_over:  # such as a failed hop's block outputs, which are not sent again
+    if state.progress.starts_over:
         return state, [*instructions, Abandon(tuple(failed)), StartOver()]
+    # The hops before gaps pause, so that the progress they report is still true when they are rerouted.
     held = {link.number for link, following in pairwise(state.links) if following.number in failed}
     asked = tuple(link.number for link in state.links if link.number not in failed)
     return state, [*instructions, Ask(asked, frozenset(held.intersection(asked)))]
@@ -146,6 +151,7 @@ def _after_failure(state: FailoverState, errors: Mapping[int, SwarmError], is_la
 
 def _after_asking(state: FailoverState, event: HopsAsked) -> Decision:
     errors = dict(event.errors)
+    # A hop from an earlier failover may still wait for its replay, perhaps from a server that has failed now.
     for link in state.links:
         standing = event.standings.get(link.number)
         if standing is not None and standing.number < link.replayed_number:
@@ -175,6 +181,7 @@ def _after_asking_replica(state: FailoverState, event: ReplicaAsked) -> Decision
     standing_after = state.standing(after)
     received = progress.answered if standing_after is None else standing_after.number
     lost = tuple(step.number for step in progress.steps if received < step.number <= event.standing.number)
+    # The client, unlike a hop, cannot have outputs sent again.
     if replay is None or (after is None and lost) or not _fits(replay, progress, event.max_step_tokens):
         return _open(state, [AbandonNew()])
     reroute = after is not None and (bool(lost) or event.next_number != after.number)

@@ -10,25 +10,25 @@ import torch
 from swarm_protocol.errors import RequestRejected
 from swarm_protocol.wire.block_input import BlockInput, joined_of
 
-_FEW_CHUNKS = 512  # each step adds one
+_MAX_CHUNKS = 512  # the number of tensors in a pool at which it is compacted; each step adds one
 
 
 @dataclass
 class _Pool:
-    """A store of what a ``BlockInput`` says of single positions, numbered in order of arrival."""
+    """A store of positions of ``BlockInput``s, numbered in order of arrival. Reading joins the tensors of each list."""
 
     _hidden: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions, hidden_size]
     _positions: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions, axes]
     _joined: list[torch.Tensor] = field(default_factory=list)  # each tensor: [positions]
-    _additions: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by number, each [positions, blocks, hidden_size]
+    # By the number of the first position, each tensor: [positions, blocks, hidden_size]. Most positions have none.
+    _additions: dict[int, torch.Tensor] = field(default_factory=dict)
     size: int = 0
 
     def add(
         self, hidden: torch.Tensor, positions: torch.Tensor, joined: torch.Tensor, additions: torch.Tensor | None = None
     ) -> None:
         if additions is not None and (used := additions.flatten(1).any(1).nonzero()[:, 0].tolist()):
+            # All are copies: a view would keep the caller's whole tensor, which the caller may also write into.
             self._additions[self.size + used[0]] = additions[used[0] : used[-1] + 1].detach().to("cpu", copy=True)
         self._hidden.append(hidden.detach().to("cpu", copy=True))
         positions = positions if positions.dim() == 2 else positions[:, None]
@@ -120,12 +120,12 @@ class Journal:
         """Return the first ``length`` positions.
 
         Raises:
-            RequestRejected: the last of them attends to the next one, so that a replay would not give the same.
+            RequestRejected: the last position attends to the next one, so that a replay would give other values.
         """
         if 0 < length < self.length and bool(self.pool.joined(self.entries[:, length - 1]).any()):
             raise RequestRejected(
                 f"{self.length} positions cannot be cropped to {length}, within a picture whose positions attend to "
-                "each other: crop to where it begins"
+                "each other: crop to where the picture begins"
             )
         return replace(
             self, entries=self.entries[:, :length], mask=None if self.mask is None else self.mask[:, :length]
@@ -156,8 +156,9 @@ class Journal:
             mask = torch.cat([self.mask, torch.ones(batch_size, num_tokens, dtype=torch.long)], 1)
         else:
             mask = None
+        # If the step fails, its entries stay in the pool, unused.
         journal = Journal(self.pool, torch.cat([self.entries, new], 1), mask)
-        return journal.compacted() if self.pool.num_chunks >= _FEW_CHUNKS else journal
+        return journal.compacted() if self.pool.num_chunks >= _MAX_CHUNKS else journal
 
     def read(self, start: int, end: int) -> BlockInput:
         """Return positions ``start`` … ``end`` of all rows, with the mask over everything up to ``end``."""

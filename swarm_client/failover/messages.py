@@ -41,7 +41,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class HopsAsked:
-    """The event that the other hops have reported their progress, or have failed as well."""
+    """The event that each of the other hops has reported its progress, or has failed as well."""
 
     standings: Mapping[int, HopProgress]
     errors: Mapping[int, SwarmError]
@@ -50,9 +50,10 @@ class HopsAsked:
 
 @dataclass(frozen=True)
 class ReplicaAsked:
-    """The event that the standby replica has reported its progress; None if there is none, or it is gone.
+    """The event that the standby replica has reported its progress, ``standing``. None: there is no such replica now.
 
-    ``next_number``: the hop that gets its outputs. ``max_step_tokens``: rows x positions that it takes in one step.
+    ``next_number``: the hop that gets the replica's outputs. ``max_step_tokens``: rows x positions that the replica
+    takes in one step.
     """
 
     standing: HopProgress | None
@@ -86,7 +87,7 @@ class Connected:
 class NotConnected:
     """The event that the new hops could not be given what they need.
 
-    ``errors``: the errors of the hop before the gap; empty if the call's steps are too long for the new hops.
+    ``errors``: the error of the hop before the gap; empty if the call's steps, or the replay, are too large.
     """
 
     errors: Mapping[int, SwarmError] = field(default_factory=dict)
@@ -124,7 +125,10 @@ class AskReplica:
 
 @dataclass(frozen=True)
 class UseReplica:
-    """An instruction to use the standby replica. ``reroute``: send to ``after``, beginning with the steps to resend."""
+    """An instruction to use the standby replica.
+
+    ``reroute``: the replica must send its outputs to ``after`` from now on, beginning with those of ``resend``.
+    """
 
     after: int | None
     reroute: bool
@@ -133,7 +137,10 @@ class UseReplica:
 
 @dataclass(frozen=True)
 class OpenHops:
-    """An instruction to open hops over ``span`` that send to ``after``."""
+    """An instruction to open hops over ``span`` that send to ``after``, preferably on servers like that of ``instead``.
+
+    ``instead``: the first hop that the new ones replace. ``replay`` says what they will get.
+    """
 
     span: Span
     instead: int
@@ -143,7 +150,7 @@ class OpenHops:
 
 @dataclass(frozen=True)
 class Connect:
-    """An instruction to replay from ``before`` (None: the client) to the new hops; ``number``: the first step's."""
+    """An instruction to replay from ``before`` (None: the client) to the new hops, in steps from ``number`` on."""
 
     before: int | None
     replay: Replay

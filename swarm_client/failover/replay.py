@@ -23,6 +23,7 @@ class HopProgress:
     """The progress of one hop.
 
     Attributes:
+        number: the last step that the hop has computed; ``length``: the positions per row after that step.
         changed_number: the rows were opened with the changes of steps up to this number applied.
     """
 
@@ -36,7 +37,7 @@ class Replay:
     """A plan by which new hops between two others catch up with them.
 
     Attributes:
-        after_changes: replayed rows already have the reorders and crops that the call begins with.
+        after_changes: whether the replayed rows have the reorders and crops already with which the call begins.
         history: the range of positions from before the call to replay, first included, second excluded.
         resend: the steps of the call that the hop before has computed.
         sent_number: no peer needs the new hops' outputs of steps up to this number.
@@ -57,6 +58,7 @@ def plan_replay(
 
     Args:
         steps: the steps of the call in progress; the first one begins with the call's reorders and crops.
+        start: the position at which the call begins.
         before: the progress of the hop before; None: the client itself, which has all inputs.
         after: the progress of the hop after; None: the client, which has the outputs of steps up to ``answered``.
     """
@@ -98,12 +100,13 @@ def plan_catching_up(
 
 def _missed_from(copy: HopProgress, first: Taken, start: int, past: Sequence[Taken]) -> int | None:
     """Return the first position from before ``start`` that the replica lacks, or ``start``; None: it is too old."""
-    if not past:
+    if not past:  # the steps that the replica may have missed are not known
         return None if copy.length < start else start
     if copy.number >= past[-1].number:
         return start
     missed = [step for step in past if step.number > copy.number]
-    is_known = any(step.number == copy.number for step in past)
+    is_known = any(step.number == copy.number for step in past)  # otherwise older steps may have been missed too
+    # The history is read from the rows in their present order, and the replica still has the old one.
     if not is_known or any(step.reordered for step in (*missed, first)):
         return None
     return min(start, copy.length, *(step.start for step in missed))

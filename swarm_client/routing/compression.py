@@ -22,6 +22,7 @@ class Link:
     Attributes:
         bytes_per_s: the rate; infinite if it is unknown, or if both ends are on one machine.
         tokens_per_s: the most positions per second, of all sessions together, that the slower end can compute.
+        known: the codecs that both ends read and write.
     """
 
     bytes_per_s: float = inf
@@ -61,7 +62,7 @@ def server_link(one: ServerRecord, other: ServerRecord, width: int) -> Link:
 def codec_for(link: Link, width: int, item_bytes: int, allowed: Collection[str]) -> str:
     """Return the most exact allowed codec with which sending takes at most a twentieth of the computing time.
 
-    If no codec is that fast, return the smallest one.
+    If no codec is that fast, return the one with the fewest bytes. ``item_bytes``: the size of an element of the model.
     """
     usable = [name for name in LADDER if name in link.known and (name in allowed or name == "raw")]
     for name in usable:

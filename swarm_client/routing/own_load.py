@@ -1,4 +1,4 @@
-"""The load that a client's own sessions put on servers. The DHT's records show it only half a minute later. Pure."""
+"""The load that a client's own sessions put on servers, which the DHT's records show only half a minute later. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SessionLoad:
     """The load of one session.
 
     Attributes:
-        route: the hops that the session has, and those that are being asked for room.
-        num_waiting: the number of positions, in all rows, that are sent and not answered yet.
+        route: the hops that the session has, and the servers that are being asked for room.
+        num_waiting: the number of positions, in all rows, that were sent and are not answered yet.
     """
 
     route: Route

@@ -20,7 +20,7 @@ from swarm_protocol.span import Span
 _LEAST_ROWS = 16  # the fewest rows of a lane
 _MOST_LANES = 8
 _WORTH = 0.9  # more lanes must take less than this share of one lane's time, because they cost messages
-_MESSAGE_S = 0.002  # a server's time for one message
+_MESSAGE_S = 0.002  # a server's time for one message, besides computing
 _MANY = 64  # the batch size at which servers measure the time per position
 
 
@@ -82,7 +82,7 @@ def chains_of_lanes(
     for number in range(1, most_lanes(num_rows, unit) + 1):
         sizes = [rows.stop - rows.start for rows in divided(num_rows, number, unit)]
         chains = spread(view, blocks, sizes, replace(costs, need_tokens=costs.need_tokens // number))
-        if not all(_is_known(hop) for chain in chains for hop in chain):
+        if not all(_is_known(hop) for chain in chains for hop in chain):  # without speeds, more lanes are a guess
             break
         lanes = [{**_servers(chain, costs), **links(chain)} for chain in chains]
         found.append((step_s(lanes, sizes), chains))
@@ -101,6 +101,7 @@ def _servers(chain: Route, costs: Costs) -> Stages:
 
 
 def _server(hop: Hop, costs: Costs) -> PipelineStage:
+    # A line through two measured points, one row and many rows, gives the fixed part of a step and that of each row.
     alone_s = replace(costs, num_tokens=1).block_s(hop.server)
     row_s = replace(costs, num_tokens=_MANY).block_s(hop.server) / _MANY
     return PipelineStage(_MESSAGE_S + len(hop.span) * max(0.0, alone_s - row_s), len(hop.span) * row_s)

@@ -21,8 +21,7 @@ MAX_PAGED = 64 * PAGE_TOKENS  # positions of one prompt; few prompts differ only
 NUM_FEATURES = 16  # of a position; tokens whose embeddings begin with the same 16 numbers are equal in practice
 _MAX_KEPT = 16384  # pages of all prompts, about 5 MB
 _KEEP_S = 600.0  # servers evict pages that nobody has used for long
-# The time to compute a page again counts once in so many tokens of the answer, beside their own time.
-_ANSWER_TOKENS = 32
+_ANSWER_TOKENS = 32  # an answer is assumed to have so many tokens, over which computing a prompt again is spread
 
 ComputedPart = tuple[str, Span]  # a server's peer id, and the blocks that it computes in a chain
 
@@ -38,7 +37,7 @@ def pages_of(features: torch.Tensor, adapter: str) -> tuple[bytes, ...]:
     for page in features.detach().to("cpu", torch.float32).split(PAGE_TOKENS):
         if len(page) == PAGE_TOKENS:
             digest.update(page.contiguous().numpy().data)
-            digests.append(digest.digest()[:8])
+            digests.append(digest.digest()[:8])  # two prompts with equal digests would only get a worse chain
     return tuple(digests)
 
 
@@ -52,6 +51,7 @@ class SentPrompts:
         """Record that these parts of a chain get a prompt with these pages now."""
         sent = dict.fromkeys(parts, time_s)
         for page in pages:
+            # ``pop`` moves the page to the end, so that the pages used least recently are dropped first.
             recent = {part: sent_s for part, sent_s in self._parts.pop(page, {}).items() if time_s - sent_s <= _KEEP_S}
             self._parts[page] = recent | sent
         while len(self._parts) > _MAX_KEPT:
@@ -68,7 +68,8 @@ class SentPrompts:
         known: dict[ComputedPart, int] = {}
         for number, page in enumerate(pages):
             for part, sent_s in self._parts.get(page, {}).items():
-                if time_s - sent_s <= _KEEP_S and known.get(part, 0) == number * PAGE_TOKENS:
+                has_pages_before = known.get(part, 0) == number * PAGE_TOKENS  # keys and values depend on them
+                if time_s - sent_s <= _KEEP_S and has_pages_before:
                     known[part] = (number + 1) * PAGE_TOKENS
         return known
 
@@ -76,8 +77,8 @@ class SentPrompts:
 def with_prompts(costs: Costs, view: SwarmView, blocks: Span, num_known: Mapping[ComputedPart, int]) -> Costs:
     """Return the costs of a session over ``blocks`` whose prompt some servers know: others must compute more of it.
 
-    A server keeps a prompt for exactly the blocks that it computed. A session is expected to use all blocks that it can
-    of each server.
+    A server keeps a prompt for exactly the blocks that it computed. The session is therefore assumed to use all of a
+    server's blocks that lie in ``blocks``.
     """
     if not num_known:
         return costs

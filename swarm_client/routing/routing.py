@@ -59,6 +59,7 @@ class Newcomers:
         known = [server for server in view.servers if server.peer_id not in peer_ids]
         if not known or len(known) == len(view.servers):
             return cls()
+        # Any number of positions above one stands for the speed of forward passes.
         decode, forward = (Costs({}, num_tokens=num_tokens) for num_tokens in (1, 2))
         return cls(
             frozenset(peer_ids),
@@ -74,13 +75,14 @@ class Costs:
     Attributes:
         rtts_s: the client's round trips to servers, by peer id.
         unknown_rtt_s: the assumed round trip to all other servers.
-        pushes: servers send hidden states straight to one another; otherwise the client relays all of them.
+        pushes: whether servers send hidden states straight to one another; otherwise the client relays all of them.
         num_tokens: the positions that pass at a time; one in decoding.
         need_tokens: the KV room that a server should have, in positions.
         newcomers: the servers whose announced speed is not trusted.
         prices: factors on the computing time, by peer id; 1 if there is none.
-        queues_s: the time for work that this client has given to servers and they have not done, by peer id.
-        repeated_tokens: prompt positions that other servers need not compute, per token of the answer, by peer id.
+        queues_s: the time for work that servers have got from this client and have not done yet, by peer id.
+        repeated_tokens: the prompt positions per token of the answer that a server must compute, and that the best
+            informed server need not, by peer id.
     """
 
     rtts_s: Mapping[str, float]
@@ -131,7 +133,7 @@ class Costs:
 def fastest_chain(view: SwarmView, blocks: Span, costs: Costs, keep: Route = ()) -> Route:
     """Return the hops that carry ``costs.num_tokens`` positions through ``blocks`` soonest.
 
-    ``keep`` is returned instead if it still exists and is hardly slower. ``view`` holds usable servers only.
+    The chain ``keep`` is returned instead if it still exists and is hardly slower. ``view`` holds usable servers only.
 
     Raises:
         NoRoute: no server holds some blocks; the message names them.
@@ -158,7 +160,7 @@ def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) ->
     The first one takes the fastest chain. Each further one takes the cheapest chain, where the price of a server's time
     rises exponentially with its load. The busiest server then finishes nearly as soon as possible
     (Aspnes et al., "On-line routing of virtual circuits with applications to load balancing", 1997). For servers of
-    equal spans it is a round robin in proportion to their speed, as in SWARM (Ryabinin et al., 2023).
+    equal spans it is a round robin in proportion to their speeds, as in SWARM (Ryabinin et al., 2023).
 
     Args:
         sizes: the positions (rows x tokens) of each micro-batch.
@@ -184,7 +186,10 @@ def spread(view: SwarmView, blocks: Span, sizes: Sequence[int], costs: Costs) ->
 
 
 def _fastest(view: SwarmView, blocks: Span, costs: Costs) -> Route:
-    """Return the fastest chain, by dynamic programming from the last block to the first, over servers times blocks."""
+    """Return the fastest chain, by dynamic programming from the last block to the first, over servers times blocks.
+
+    A chain may enter and leave a server at any block that the server holds.
+    """
     servers = sorted(view.servers, key=lambda server: server.peer_id)
     starts = np.array([server.span.start for server in servers], int)
     ends = np.array([server.span.end for server in servers], int)
@@ -282,7 +287,7 @@ class Wanted:
     Attributes:
         allowed, blocked: peer ids or their ends; if ``allowed`` is not empty, only these servers are used.
         adapter: the adapter that a server must have loaded at its start; empty if any server will do.
-        joins: whether a server must compute positions that attend to later ones, as of pictures in some models.
+        joins: whether a server must be able to let positions attend to later ones, as pictures in some models need.
     """
 
     revision: str
@@ -323,6 +328,7 @@ def usable(
 def no_route(view: SwarmView, blocks: Span, left_out: Sequence[str] = ()) -> NoRoute:
     """Return the error that names those of ``blocks`` that no server of the view holds."""
     replicas = view.replicas(blocks.end)
+    # Blocks before the span count as held, so that the runs have the numbers of blocks.
     missing = runs_without([1] * blocks.start + replicas[blocks.start :])
     names = ", ".join(str(span) for span in missing)
     notes = f" (left out: {'; '.join(left_out)})" if left_out else ""
