@@ -20,7 +20,8 @@ CHECK_SHARE = 0.025  # the share of servers' work; below 3 %, this leaves room f
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The time limits of single exchanges with a server or the DHT. A negative or infinite limit raises ValueError."""
+    """The time limits of exchanges with a server or the DHT. Construction raises ValueError unless all are numbers of
+    seconds."""
 
     connect_s: float = 4.0
     open_s: float = 5.0  # opening a session, without the wait for room

@@ -23,7 +23,7 @@ from swarm_protocol.tunnel.members import RelayCredentials
 
 
 class ClientIdentity:
-    """A client's identity for the DHT and for servers. The key is made, or read from a file, at first use."""
+    """A client's identity for the DHT and for servers. The key is generated, or read from a file, at first use."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class ClientIdentity:
 
     @cached_property
     def identity(self) -> Identity:
-        """Return the identity in the DHT. Processes may share a membership or a key file, but DHT nodes never a key."""
+        """Return the identity in the DHT. It is new if the key may be shared: no two DHT nodes may have one key."""
         return Identity.generate() if self.access.token or self._config.identity else self.access.identity
 
     @cached_property

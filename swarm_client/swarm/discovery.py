@@ -46,7 +46,7 @@ class Discovery:
             _logger.warning("the libp2p daemon of this client has ended; joining the swarm again")
             await self._rejoin()
         view = await self._in_time(self._joined.view(model, num_blocks, part))
-        # A node that knows no other nodes reads only what it has stored itself.
+        # A node that knows no other nodes reads only what it has stored itself, so its view cannot be trusted.
         if (view is None or self._joined.is_alone) and await self._rejoin():
             view = await self._in_time(self._joined.view(model, num_blocks, part))
         return view

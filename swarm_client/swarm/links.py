@@ -37,9 +37,9 @@ from swarm_protocol.wire.block_input import BlockInput
 
 _logger = logging.getLogger(__name__)
 _SAMPLE_POSITIONS = 16  # prompt positions in the sample that measures codec errors
-_LEAST_SAMPLE = 8  # a shorter sample is not taken: the first positions are unlike all others
-_LEAST_POSITIONS = 4  # the smallest part of the sample that is sent over slow links
-_ERRORS_S = 10.0  # the longest time for which sending the sample may delay a prompt
+_LEAST_SAMPLE = 8  # a shorter prompt is no sample: the hidden states of first positions are unlike all others
+_LEAST_POSITIONS = 4  # over slow links, only part of the sample is sent, but at least so many positions
+_ERRORS_S = 10.0  # the longest time for which sending the sample may delay a prompt, unless the line is even slower
 _MEASURE_TIMEOUT_S = 20.0  # the time limit of a measurement, without the expected transfer time
 _SLOW_S = 0.05  # a link on which a prompt takes longer is a stage of the pipeline
 _AGAIN_AFTER_S = 300.0  # the age at which a link's rate is measured again
@@ -69,7 +69,7 @@ class Links:
         self._due_s: dict[str, float] = {}  # the time of the next measurement
         self._tasks: dict[str, asyncio.Task[None]] = {}  # running measurements
         self._sample: torch.Tensor | None = None  # [1, positions, width]
-        self._width, self._item_bytes = 0, 4
+        self._width, self._item_bytes = 0, 4  # of hidden states; a width of 0 is unknown, before the first input
         self._chosen: dict[tuple[str, str], pb.Codec] = {}
         self._rating = asyncio.Lock()  # parallel measurements would slow each other down
         self._measuring = asyncio.Lock()
@@ -82,7 +82,7 @@ class Links:
         self.finish = finish
 
     def see(self, inputs: BlockInput, blocks: Span) -> None:
-        """Note the inputs of these blocks. If the blocks are all of the model, a prompt may become the sample."""
+        """Note the inputs of these blocks. If these are all blocks of the model, a prompt may become the sample."""
         hidden = inputs.hidden
         if hidden.shape[-1] != self._width or hidden.element_size() != self._item_bytes:
             self._width, self._item_bytes, self._sample = hidden.shape[-1], hidden.element_size(), None
@@ -105,7 +105,7 @@ class Links:
         unknown = [self._tasks[peer_id] for peer_id in ends if peer_id in self._tasks.keys() - self._bytes_per_s.keys()]
         if unknown:  # whichever caller began; second measurements are not waited for
             await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # measurements run one after the other
-        self._chosen.clear()
+        self._chosen.clear()  # the new rates may lead to other codecs
         for route in routes:
             await self._measure_errors_if_needed(route)
 
@@ -144,7 +144,7 @@ class Links:
         """Return how many links, from the client to the last server, take long to carry so many positions."""
         if num_positions == 1 or not self._width:
             return 0
-        ways = [*_ways(hops)][:-1]
+        ways = [*_ways(hops)][:-1]  # without the way back, on which only the last positions travel
         return sum(self._send_s(one, other) * num_positions > _SLOW_S for one, other in ways)
 
     def stages(self, route: Route) -> dict[str, PipelineStage]:
@@ -184,6 +184,7 @@ class Links:
         try:
             async with asyncio.timeout(_MEASURE_TIMEOUT_S):
                 connection = await self._connection(server)
+            # The lock first: the wait for other measurements does not use up the time of this one.
             async with self._rating, asyncio.timeout(_MEASURE_TIMEOUT_S):
                 self._bytes_per_s[server.peer_id] = await connection.bytes_per_s()
         except (SwarmError, TimeoutError) as error:
@@ -195,7 +196,7 @@ class Links:
         if not self._lacks_errors_for(route) or now_s() < self._errors_due_s:
             return
         async with self._measuring:
-            if now_s() < self._errors_due_s:
+            if now_s() < self._errors_due_s:  # another caller's measurement failed during the wait
                 return
             known = known_to(*(hop.server for hop in route))
             names = [name for name in to_measure(self.errors) if name in known]

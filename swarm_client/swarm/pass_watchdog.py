@@ -1,8 +1,8 @@
 """How long a pass without a session may take until its server counts as stalled.
 
 The limit is many times the expected duration, as in ``watchdog``. Passes are large, however, and many wait in a
-server's queue at a time. The limit therefore counts all of this client's passes there, and the time since one came
-back.
+server's queue at a time. The limit therefore allows for all passes of this client at the server, and it counts from the
+last time that one of them came back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from swarm_client.routing.routing import Costs, Hop
 from swarm_client.swarm.watchdog import SLOW_BYTES_PER_S, TIMES_EXPECTED, Stalled, after_alarms
 
 T = TypeVar("T")
-BACKWARD = 3.0  # cost in forward passes: the blocks are computed again, then two products for each of theirs
+BACKWARD = 3.0  # cost in forward passes: the blocks are computed again, then each product costs two more
 _MAX_QUEUE_S = 3.0  # the longest queue that a server is believed to have
-_LEAST_S = 1e-3  # the least expected computing time: a pass has larger fixed costs
-_FADING = 0.95  # the decay of a server's slowness with each further pass
+_LEAST_S = 1e-3  # the least expected computing time, because every pass has fixed costs that are larger
+_FADING = 0.95  # the factor by which a server's slowness decays with each further pass
 _POLL_S = 1.0  # the interval between checks: other passes end, and new servers come
 
 
@@ -33,7 +33,7 @@ class PassUnderWay:
     Attributes:
         expected_s: the expected duration by the server's announced speed, without its queue.
         size_bytes: the bytes that are sent and that come back.
-        sent_before: the bytes of all passes that had come back when this one was sent.
+        sent_before: the bytes of all passes that had come back, at all servers, when this one was sent.
         since_s: the time at which this one was sent.
     """
 
@@ -68,7 +68,7 @@ class PassWatchdog:
         slowness = self._slowness.get(work.peer_id)
         queue_s = min(work.hop.server.queue_delay_s, _MAX_QUEUE_S)
         usual_s = max(self._config.timeouts.stall_s, TIMES_EXPECTED * (here * max(1.0, slowness or 0.0) + queue_s))
-        if slowness is None:  # all passes may share one line
+        if slowness is None:  # no pass has come back: its line may be slow, and all passes may share it
             usual_s += (self._sent_bytes - work.sent_before) / SLOW_BYTES_PER_S
         return after_alarms(usual_s, alarms, self._config)
 

@@ -16,7 +16,7 @@ from swarm_protocol.dht.records import ServerRecord
 NEWCOMER_S = 600.0  # how long a server that appears during the client's life is new to it, unless it is proven
 _AT_ONCE = 16  # the number of servers that are asked together
 _ENOUGH_S = 1.0  # the longest time for a round of pings; later answers are still used
-_FAR_S = 10.0
+_FAR_S = 10.0  # the round trip that is assumed for servers that should not be chosen
 _WEIGHT = 0.3  # the weight of one round trip in the average
 _BACKOFF = Backoff(first_s=5.0, most_s=60.0)
 FAILED, SILENT, WRONG = "that failed a moment ago", "that did not answer", "that answered wrongly"
@@ -103,7 +103,7 @@ class PeerTrust:
         self._distrustful_until_s = -inf
 
     def see(self, servers: Iterable[ServerRecord], now_s: float) -> None:
-        """Note the servers that exist now. Servers of the first view were there before this client."""
+        """Note the servers that exist now. Those of the first view may be old, so they are no newcomers."""
         start_s = -inf if self._is_first else now_s
         there = {server.peer_id: self._since_s.get(server.peer_id, start_s) for server in servers}
         self._is_first = self._is_first and not there

@@ -14,7 +14,11 @@ _FRESH_S = 5.0  # a reported queue is better than the record's for this long (re
 
 @dataclass
 class _Said:
-    """The latest reports of one server to any session of this client, with their times."""
+    """The latest reports of one server to any session of this client, with their times.
+
+    Attributes:
+        computed: the server's own count of all its work; ``grew_s``: when that count was last seen to grow.
+    """
 
     heard_s: float = -inf
     has_answered: bool = False
@@ -33,6 +37,7 @@ class _Said:
             self.queue_s, self.queue_time_s = queue_s, now_s
 
     def compute(self, computed: int, now_s: float, between_probes_s: float) -> None:
+        # After a longer gap, the work may have been done long ago.
         if computed > self.computed and now_s - self.probed_s <= between_probes_s:
             self.grew_s = now_s
         self.probed_s, self.computed = now_s, computed

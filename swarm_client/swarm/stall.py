@@ -1,4 +1,4 @@
-"""A stall: work stands still because a server failed. Holds what was tried, and how long the stall may last."""
+"""A stall, in which work stands still because a server failed: what was tried, and how long the stall may last."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Stall:
 
     Attributes:
         deadline_s: the time at which recovery is given up, ``timeout_s`` after the failure was noticed.
-        tried: the events since then, one sentence each.
+        peer_id: the server that failed first.
+        tried: the events of the stall, one sentence each.
         full: the servers without room, by peer id.
-        repairs: the replacements of hops since then; the first one to be reported gets the duration of the stall.
-        waits: the user was informed that no server can take over now.
+        repairs: the replacements of hops in the stall; the first one to be reported gets the duration of the stall.
+        waits: whether the user was informed that no server can take over now.
     """
 
     start_s: float

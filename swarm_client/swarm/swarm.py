@@ -53,8 +53,8 @@ Connect = Callable[[ServerRecord, ClientConfig], Awaitable[ServerConnection]]
 Choose = Callable[[SwarmView, bool], list[Route]]  # gets usable servers; True: unmeasured servers may be near
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
-_POLL_S = 0.5  # while blocks are missing
-_MAX_TRIED = 64  # servers that are tried at a time
+_POLL_S = 0.5  # the pause between two looks for missing blocks
+_MAX_TRIED = 64  # the most servers that are tried out together
 _MAX_MEASURING = 5  # rounds of measuring round trips before a chain is taken as it is
 
 
@@ -67,8 +67,8 @@ class BlockTraits:
     """The properties of a model's blocks that a client must know.
 
     Attributes:
-        routed: the blocks choose among experts.
-        has_states: some blocks keep a recurrent state, so that servers keep no prompts.
+        routed: whether blocks choose among experts.
+        has_states: whether some blocks keep a recurrent state, so that servers keep no prompts.
     """
 
     routed: bool = False
@@ -90,9 +90,11 @@ class Swarm:
         dht: Dht | None = None,
         connect: Connect | None = None,
     ) -> None:
-        """Set up without a connection. ``dht`` and ``connect`` replace the network; ``connect()`` joins it.
+        """Set up the object without a connection; the method ``connect`` joins the swarm.
 
-        ``caller``: the identity that has joined the ``dht`` already; ``close`` closes it too.
+        Args:
+            caller: the identity that has joined the ``dht`` already; ``close`` closes it too.
+            dht, connect: stand-ins for the DHT node and for ``ClientIdentity.connect``.
         """
         self._caller = caller = caller or ClientIdentity(config)
         self.config = config
@@ -145,6 +147,7 @@ class Swarm:
         self.spawn(self.lateness.watch())
 
     async def close(self) -> None:
+        """Close all connections and leave the DHT. Sessions under way fail."""
         for task in self._tasks:
             task.cancel()
         self._rtts.close()
@@ -170,6 +173,7 @@ class Swarm:
         view = await self._discovery.view(self.model, self.num_blocks, self._part)
         if view is None:
             return
+        # A DHT node without neighbours reads an empty view, so the last view counts until its records must have expired.
         if view.servers or now_s() - self._filled_time > LIFETIME_S:
             self._view = view
             self._filled_time = now_s()
@@ -177,7 +181,7 @@ class Swarm:
         self._view_time = now_s()
 
     def _look_at(self, blocks: Span) -> None:
-        """Widen the view to these blocks: of a model with many servers, only those of the blocks in use are read."""
+        """Widen the view to these blocks: only servers of the blocks in use are read from the DHT."""
         part = self._part or blocks
         part = Span(min(part.start, blocks.start), max(part.end, blocks.end))
         if part != self._part:
@@ -209,12 +213,13 @@ class Swarm:
         """Return the fastest chain over ``blocks`` without the servers to ``avoid``; wait for missing blocks.
 
         Args:
-            timeout_s: how long to wait; by default ``wait_timeout_s``.
-            like: the server whose kind is preferred, because it computes the same values. A chain is then needed at
-                once, so the known view is used as long as it has a chain.
+            timeout_s: how long to wait for missing blocks; by default ``wait_timeout_s``. With servers to ``avoid``,
+                NoRoute comes at once.
+            like: the server to replace. Servers of its kind are preferred, because they compute the same values. The
+                chain is needed at once, so the last view is used if it has a chain, however old the view is.
             on_wait: called with the reason why there is no chain, and with the seconds that the wait may last.
-            on_choice: called with the chain before any other choice is made.
-            pushes: servers will send hidden states directly to one another.
+            on_choice: called with the chain as soon as it is chosen, so that other sessions see its load.
+            pushes: whether servers will send hidden states directly to one another.
             prompt_pages: the pages of a new session's prompt, see ``routing.prompts``. Servers that have computed a
                 prompt that begins alike are preferred, unless they are loaded.
 
@@ -267,7 +272,7 @@ class Swarm:
         Raises:
             NoRoute: some block is not served now.
         """
-        await self.chain(blocks, need_tokens, timeout_s=0.0)  # this also measures the chain's links
+        await self.chain(blocks, need_tokens, timeout_s=0.0)  # for its measurements of the chain's links
 
         def choose(servers: SwarmView, optimistic: bool) -> list[Route]:
             costs = self._costs_among(servers, optimistic, need_tokens)
@@ -298,10 +303,10 @@ class Swarm:
                 return await self._choose(choose, blocks, avoid, like)
             except NoRoute as failure:
                 error = failure
-            if max_age_s == float("inf"):
+            if max_age_s == float("inf"):  # the known view has no chain: read the DHT
                 max_age_s = 0.0
                 continue
-            if avoid:
+            if avoid:  # the caller may take the avoided servers after all, or wait for them
                 raise error
             if now_s() + _POLL_S > deadline:
                 raise NoRoute(f"{error}; waited {timeout_s:g} s", error.missing)
@@ -335,10 +340,10 @@ class Swarm:
                     error = error or no_route(servers, blocks, left_out)
                     if not silent:
                         break
-                    silent.clear()
+                    silent.clear()  # the silent servers are needed: slow answers are better than none
                     continue
                 unknown = self._unmeasured(chains)
-                if not unknown or not optimistic or like is not None:
+                if not unknown or not optimistic or like is not None:  # there is no time to measure for a recovery
                     return chains
                 silent |= await self._rtts.measure(unknown, servers.servers)
         assert error is not None  # the last round took no unknown server for near
@@ -377,7 +382,7 @@ class Swarm:
     async def _connected(self, record: ServerRecord) -> ServerConnection:
         server = await self._connect(record, self.config)
         known = self._servers.get(record.peer_id)
-        if known is not None:  # the old connection may still be in use
+        if known is not None:  # it leads elsewhere, and sessions may still use it
             self._replaced.add(known)
             self.spawn(known.close_when_idle()).add_done_callback(lambda _: self._replaced.discard(known))
         self._servers[record.peer_id] = server
@@ -422,7 +427,7 @@ class Swarm:
         return None
 
     def failed(self, error: PeerError) -> None:
-        """Leave the failed server out for a while, longer each time, and read the DHT again."""
+        """Leave the failed server out for a while, longer after each failure, and read the DHT again."""
         if error.peer_id:
             self._leave_out(error)
         self._view_time = float("-inf")
@@ -431,6 +436,7 @@ class Swarm:
 
     def _leave_out(self, error: PeerError) -> None:
         expires_at = None
+        # A dead server's record stays in the DHT until it expires. A newer record shows that the server is back.
         if isinstance(error, PeerUnavailable):
             expires_at = max((s.expires_at for s in self._view.servers if s.peer_id == error.peer_id), default=None)
         self._backoff.add(error.peer_id, now_s(), expires_at)
@@ -506,7 +512,7 @@ class Swarm:
         return Costs(self._rtts.known, self._rtts.guess_s(optimistic), need_tokens, pushes, newcomers=newcomers)
 
     def _usable(self, banned: dict[str, str]) -> tuple[SwarmView, Sequence[str]]:
-        """Return usable servers and what was left out. Failed servers do not use up the limit per address."""
+        """Return the usable servers, and phrases for the others. Failed servers do not use up the limit per address."""
         servers, left_out = usable(self._view, self.wanted, banned, time.time())
         counted = within_addresses(servers.servers, self._trust.worked, self._salt)
         if len(counted) < len(servers.servers):

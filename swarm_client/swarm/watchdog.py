@@ -15,9 +15,9 @@ SLOW_BYTES_PER_S = 125e3  # the assumed rate of an unknown line, 1 Mbit/s
 TIMES_EXPECTED = 10.0
 _TIMES_SENT = 3.0  # tolerance for sending at the known rate, because others may use the line too
 _TIMES_SEEN = 3.0  # a multiple of the longest wait for an answer so far
-_FADING = 0.9  # the decay of the longest wait with each further one
+_FADING = 0.9  # the factor by which the longest wait decays with each further one
 _MAX_SEEN_S = 10.0  # the cap keeps a server that answers later and later from winning ever more time
-_MAX_DOUBLINGS = 4
+_MAX_DOUBLINGS = 4  # more alarms than this do not raise the limit
 _CALM_S = 30.0  # how long an alarm counts
 
 
@@ -73,11 +73,12 @@ class Watchdog:
         alarms: int,
         bytes_per_s: float | None,
     ) -> float:
-        """Return how long the hop may go without progress, after it has taken the steps up to ``number``.
+        """Return how long the hop may go without progress after the step ``number``.
 
-        ``bytes_per_s``: the rate of the line to the hop; None if it is unknown.
-
-        ``alarms``: see ``StallAlarms``; each alarm doubles the limit.
+        Args:
+            number: the last step that the hop has computed.
+            alarms: see ``StallAlarms``; each alarm doubles the limit.
+            bytes_per_s: the rate of the line to the hop; None if it is unknown.
         """
         left = [step for step in (*hop.replayed.values(), *steps) if step.number > number]
         sizes = [(step.num_positions, step.end - step.start) for step in left]
@@ -94,5 +95,6 @@ class Watchdog:
     def _expected_s(hop: HopSession, num_positions: int, length: int) -> float:
         """Return the expected seconds for one step of ``length`` positions in each row."""
         server, num_blocks = hop.hop.server, len(hop.span)
+        # Servers announce a speed of decoding and one of prompts. For decode steps of many rows, the slower one counts.
         sizes = {1, num_positions} if length == 1 else {num_positions}
         return max(Costs({}, num_tokens=size).block_s(server) for size in sizes) * num_blocks
