@@ -173,7 +173,7 @@ class Swarm:
         view = await self._discovery.view(self.model, self.num_blocks, self._part)
         if view is None:
             return
-        # A DHT node without neighbours reads an empty view, so the last view counts until its records must have expired.
+        # A DHT node without neighbours reads an empty view, so the last one counts until its records must have expired.
         if view.servers or now_s() - self._filled_time > LIFETIME_S:
             self._view = view
             self._filled_time = now_s()

@@ -44,7 +44,7 @@ class StepBundle:
         with undone_on_error(stream.cancel):
             async with asyncio.timeout(timeout_s):
                 await stream.write(pb.StepBundle(key=bundle.key))
-                await stream.read()
+                await stream.read()  # the first one is empty: the server knows the key now
         bundle._begin()
         return bundle
 
@@ -70,6 +70,7 @@ class StepBundle:
             self.ended = True
             self._on_end()
             self._stream.cancel()
+            # Both tasks may fail when the stream ends; either error says more than that it has ended.
             for result in await end_tasks(tasks):
                 error = result if isinstance(result, SwarmError) else error
             members, self._members = self._members, {}

@@ -28,13 +28,16 @@ from swarm_protocol.wire.status import from_status
 if TYPE_CHECKING:
     from swarm_client.transport.transport import ServerConnection
 
-_MAX_UNREAD_BYTES = 64 * PART_BYTES  # a hop's further messages wait at its server
-_MAX_UNREAD = 4096  # the limit for a shared stream, whose other sessions cannot wait
+_MAX_UNREAD_BYTES = 64 * PART_BYTES  # beyond this, messages wait at the servers until the client has read some
+_MAX_UNREAD = 4096  # beyond this, a hop on a shared stream is lost: other sessions on the stream cannot wait
 
 
 @dataclass(frozen=True)
 class HopOutput:
-    """A hop's outputs of one step; None if none were wanted. ``relay``: they go to the next hop of this ``route``."""
+    """A hop's outputs of one step. ``hidden`` is None if no outputs were wanted.
+
+    ``relay``: the client must pass the outputs on to the next hop, if the hop's ``route`` is still this one.
+    """
 
     hop: int
     step: int
@@ -73,12 +76,12 @@ HopEvent = HopOutput | BlockAnswer | Trouble | Leaving
 
 
 class Inbox(asyncio.Queue[HopEvent]):
-    """The queue of events from a session's hops. The client reads it during calls. Events after a call may be a replay,
-    which the client relays to the next hop in the next call.
+    """The queue of events from a session's hops. The client reads the queue only during calls: outputs of a replay that
+    come between calls are relayed in the next call.
 
     Attributes:
         on_leaving: called at once when a server wants to leave.
-        room: set while the unread events are few.
+        room: set while the unread events are small enough for more to be read from servers.
     """
 
     def __init__(self, on_leaving: Callable[[], None] | None = None) -> None:
@@ -121,7 +124,7 @@ class HopSession:
         replayed: the steps that replay earlier positions to the server, by number.
         seen_number: the server's progress at the last probe, as the number of a step that it was sent.
         doubted: the first step number of the call in which the next hop seemed to stall; 0 if there is none.
-        refused: the step that the server has refused because of the server before.
+        refused: the step that the server has refused because of what the server before it sent.
         due_batches: the server's count of ended batches by which the next step must be done; None: the server has not
             said that it has that step.
         num_active: the sessions that the server has computed for recently, by its last report; 0: no report.
@@ -224,7 +227,7 @@ class HopSession:
         return True
 
     def expect_after(self, num_batches: int, most: int) -> None:
-        """Record that the server has the next step and has ended ``num_batches``; ``most`` more may come first.
+        """Record that the server has the next step, after ``num_batches`` batches; ``most`` others may come first.
 
         If the server reports several times on one step, the first ``num_batches`` and the largest ``most`` count: in a
         burst of prompts, few others wait at first, and many a moment later.
@@ -242,7 +245,7 @@ class HopSession:
         self.doubted = first_number
 
     def refuse(self, step: int) -> bool:
-        """Record that the server refused the step. Return False if that follows from an earlier refused step."""
+        """Record that the server refused the step. Return False if an earlier refusal is the reason."""
         if self.refused is not None and step > self.refused:
             return False
         self.refused = step
@@ -258,7 +261,8 @@ class HopSession:
 
         ``is_alone``: all earlier steps were answered.
         """
-        step.settled = is_alone  # on this way to the server; a replay clears it
+        # Set for this server only: steps that are sent again, or to others, may follow unanswered ones.
+        step.settled = is_alone
         if is_alone and self._bundle is not None and not parts and may_be_bundled(step):
             self._bundle.post(self, step)
             return
@@ -348,7 +352,7 @@ class HopSession:
         await self._server.copy(request, self.span, timeout_s)
 
     def as_next(self, codec: pb.Codec | None = None) -> pb.NextHop:
-        """Return where other servers reach this session. ``codec``: of what they send; None: as opened."""
+        """Return how another server reaches this session. ``codec``: what it sends in; None: as its hop was opened."""
         return next_hop(self.hop.server, self.session_key, codec)
 
     async def _post_all(self) -> None:
@@ -421,5 +425,5 @@ class HopSession:
 
 
 def next_hop(server: ServerRecord, session_key: bytes, codec: pb.Codec | None = None) -> pb.NextHop:
-    """Return how another server reaches a session on this one. The session's key itself is not passed on."""
+    """Return how another server reaches a session on this one. It gets the push key only, not the session's key."""
     return pb.NextHop(peer_id=server.peer_id, push_key=push_key_of(session_key), codec=codec)

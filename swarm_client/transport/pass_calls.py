@@ -51,11 +51,12 @@ class PassCalls:
                 await call.write(pb.BackwardRequest(more=part))
             await call.done_writing()
             (input_grad, reply), *grads = await read_tensors(call, expected, self._record, span)
-        if reply.summed and not first.HasField("summand"):
+        if reply.summed and not first.HasField("summand"):  # the gradients would be lost
             raise bad_reply(self._record, span, "sent a broken answer")
         return input_grad, None if reply.summed else [grad for grad, _ in grads]
 
     async def take_sum(self, span: Span, request: pb.TakeSum, expected: Sequence[pb.Tensor]) -> list[WireTensor]:
+        """Return the sum of an adapter's gradients, with the shapes and dtypes of ``expected``."""
         call = self._stub.Backward(timeout=self._timeout_s)
         async with translated(self._record, span, call):
             await call.write(pb.BackwardRequest(take_sum=request))

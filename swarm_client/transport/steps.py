@@ -23,8 +23,8 @@ from swarm_protocol.wire.constants import (
     PART_BYTES,
 )
 
-_CHUNKS_PER_HOP = 4  # per prompt: the pipeline is full except for about one part in this many
-_IN_ONE_PIECE = 1 << 30  # a hop with this limit or more must get all positions at once
+_CHUNKS_PER_HOP = 4  # chunks of a prompt: while the pipeline fills and drains, about one part in this many is lost
+_IN_ONE_PIECE = 1 << 30  # a hop with this limit or more must get all positions of a prompt in one step
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def split(
 
 
 def _ends(joined: torch.Tensor | None, start: int, num_tokens: int, size: int) -> Iterator[int]:
-    """Yield the ends of steps of ``size`` positions, moved behind the run that they would cut.
+    """Yield the ends of steps of ``size`` positions. An end within a run moves behind the run.
 
-    A moved end is that of a page if possible, so that later steps begin at pages, which servers share.
+    From there it moves on to the end of a page if possible, so that later steps begin at pages, which servers share.
     """
     may_end = range(1, num_tokens + 1) if joined is None else ends_of_runs(joined)
     end = 0

@@ -38,14 +38,14 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _PINGS = 3
 _ECHO_BYTES = 64 * 1024  # takes a twentieth of a second at 10 Mbit/s
-_MOST_ROUNDS = 3
-_LEAST_S = 1e-5
-_NEAR_S = 0.02
-_IDLE_S = 30.0
+_MOST_ROUNDS = 3  # of measuring a line's rate
+_LEAST_S = 1e-5  # the least time that the bytes count as taking
+_NEAR_S = 0.02  # a server with a shorter round trip is measured in all rounds
+_IDLE_S = 30.0  # a replaced connection is closed after so long without calls
 
 
 class PassWatch(Protocol):
-    """A function that awaits a pass or gives it up. Work before the pass, such as an upload, is not watched."""
+    """A function that waits for a pass, or gives it up. What comes before the pass, such as uploads, is not watched."""
 
     async def __call__(self, job: Coroutine[Any, Any, T], /) -> T: ...
 
@@ -66,7 +66,7 @@ class ServerConnection:
         address: str = "",
         relay_of: Callable[[str], str] = relay_of,
     ) -> None:
-        """Use an open channel to ``address``, one of the record's. ``relay_of`` returns the relay on the way there."""
+        """Use an open channel to ``address``, one of the record's. ``relay_of`` returns the relay of an address."""
         self.record = record
         self.address = address
         self._relay_of = relay_of
@@ -119,7 +119,7 @@ class ServerConnection:
     async def close_when_idle(self) -> None:
         """Close when sessions and passes have ended and no others begin for a while; at once if this is cancelled.
 
-        The stream that sessions share does not count, because opening it takes less than that while.
+        The stream that sessions share does not count as one: it stays open without sessions.
         """
         start_s = now_s()
         try:
@@ -129,7 +129,7 @@ class ServerConnection:
             await self.close()
 
     async def ping(self) -> float:
-        """Return the round-trip time in seconds: the shortest of a few, since the first ones also connect."""
+        """Return the round-trip time in seconds: the shortest of a few, because the first may include connecting."""
         rtts_s = []
         async with translated(self.record):
             for _ in range(_PINGS):
@@ -258,7 +258,7 @@ class ServerConnection:
         keep_key: bytes = b"",
         codec: pb.Codec = pb.RAW,
     ) -> tuple[WireTensor, bool]:
-        """Return the output in ``codec``, and whether the server keeps the data for ``backward`` under ``keep_key``.
+        """Return the output in ``codec``, and whether the server keeps what ``backward`` needs under ``keep_key``.
 
         Raise PeerUnavailable when the server stops answering, and all that ``watch`` raises.
         """
@@ -290,7 +290,7 @@ class ServerConnection:
             if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
                 raise ValueError("it is about another output")
         except ValueError as error:
-            raise bad_reply(self.record, span, f"has signed no true statement: {error}") from None
+            raise bad_reply(self.record, span, f"has signed a false statement: {error}") from None
         return output, signed
 
     async def accuse(self, evidence: pb.Evidence) -> bool:

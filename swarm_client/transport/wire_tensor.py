@@ -60,8 +60,10 @@ class WireTensor:
 class Context:
     """The data that accompanies hidden states unchanged through all hops, in wire form.
 
-    ``adapter`` is added to the blocks; ``dropout_seed`` says which elements are dropped there (0: none). ``packed`` and
-    ``joined``: see ``BlockInput``.
+    Attributes:
+        adapter: the adapter that is added to the blocks.
+        dropout_seed: the seed that decides which elements the adapter's dropout drops; 0: none.
+        packed, joined: see ``BlockInput``.
     """
 
     attention_mask: pb.AttentionMask | None
