@@ -14,14 +14,14 @@ from swarm_protocol.errors import NoRoute, PeerBusy, PeerError
 from swarm_protocol.span import Span
 
 _SOON_S = 0.2  # a shorter wait is not reported
-_LOOK_S = 1.0  # how often other chains than the queued one are tried
-_RETRY_S = 0.2
-_CLOCKS_S = 0.1  # a server's clock may be this much ahead of the client's in a wait
+_LOOK_S = 1.0  # the pause between two looks for room on other chains than the queued one
+_RETRY_S = 0.2  # the pause before the session asks again for room that was not enough
+_CLOCKS_S = 0.1  # a refusal this much before the end of a wait is taken for its end, because clocks differ
 _ADVICE = ". Nothing is lost: it can be tried again, with the same past_key_values if there are any"
 
 
 class AdmissionWait:
-    """One session's wait for KV room. The session holds no room during it, except on servers where its turn has come.
+    """One session's wait for KV room. Until it ends, the session has room only on servers where its turn has come.
 
     Servers are asked one after the other, in an order that is the same for all clients, so no circular wait can arise.
 
@@ -47,7 +47,7 @@ class AdmissionWait:
         self._deadline_s, self._said = None, False
 
     async def begin(self, shortage: PeerBusy) -> None:
-        """Check the time left before the session gives up the room that it has, in order to wait for more.
+        """Check that there is time left to wait, before the session gives up its hops in order to wait for more room.
 
         Raises:
             PeerBusy: the session has waited for ``wait_timeout_s`` already.
@@ -64,7 +64,7 @@ class AdmissionWait:
             NoRoute: some block is not served any more.
             PeerError: a server failed during the wait. The call may be repeated.
         """
-        never: dict[str, PeerBusy] = {}
+        never: dict[str, PeerBusy] = {}  # keys: peer ids of servers that can never have so much room
         while True:
             left_s = self._check_time(shortage)
             try:
@@ -80,6 +80,7 @@ class AdmissionWait:
                 return await self._in_queue(chain, span, opening, left_s, shortage)
             except PeerBusy as error:
                 shortage = error
+                # A server that could ever have the room would have waited until the end.
                 if now_s() < asked_s + left_s - _CLOCKS_S:
                     never[error.peer_id] = error
 
@@ -99,7 +100,7 @@ class AdmissionWait:
     async def _in_queue(
         self, chain: Route, span: Span, opening: Opening, wait_s: float, shortage: PeerBusy
     ) -> list[HopSession]:
-        """Wait in the queues of this chain's servers, unless another chain has room sooner."""
+        """Wait in the queues of this chain's servers, unless another chain has room sooner. Return the hops."""
         asked: list[str] = []
         queued = asyncio.ensure_future(self._opener.open_in_turn(chain, opening, wait_s, asked))
         used = False
@@ -131,5 +132,6 @@ class AdmissionWait:
 
 
 def _abandon_result(opening: asyncio.Task[list[HopSession]]) -> None:
+    """End hops that were opened although the wait for them had been given up."""
     if not opening.cancelled() and opening.exception() is None:
         abandon(opening.result())

@@ -23,8 +23,8 @@ class SessionCall:
         before: the journal that the servers know; ``after`` adds the call's ``changes`` and inputs to it.
         steps: the inputs, cut into steps for the chain.
         outputs: the outputs by step number; None if the step's outputs are not wanted.
-        num_refusals: the number of steps that servers have refused because of the server before them.
-        is_optional: the call is given up where a server has no room, instead of waiting or using other servers.
+        num_refusals: how often servers have refused a step because of the server before them.
+        is_optional: whether the call is given up if a server has no room, instead of waiting or using other servers.
         watched: the blocks whose outputs are also wanted; ``block_outputs`` has them by block and step number.
         repeats: the row of the call that each row of the batch repeats, because their inputs are equal; empty if every
             row of the batch is a row of the call.
@@ -80,7 +80,7 @@ class SessionCall:
 
     @property
     def answered(self) -> int:
-        """Return the number of the last step up to which all outputs have arrived."""
+        """Return the number of the last step before the first one without outputs."""
         missing = (step.number for step in self.steps if step.number not in self.outputs)
         return next(missing, self.steps[-1].number + 1) - 1
 

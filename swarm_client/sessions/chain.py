@@ -26,7 +26,7 @@ from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP
 
-_PAST_STEPS = 256  # steps that a replica may lag behind
+_PAST_STEPS = 256  # the most steps that a replica may lag behind
 
 
 class Chain:
@@ -34,8 +34,10 @@ class Chain:
 
     Attributes:
         hops: the hops, first blocks first. Only the chain changes this list; other objects read it.
+        number: the number of the last step that was sent.
         opener: the opener of the hops; ``terms``: the terms that the hops are opened with.
-        is_new: the session has earlier positions that have not been sent to any server yet.
+        is_new: whether the session has earlier positions that have not been sent to any server yet.
+        busy: held during a call, and while hops are moved or released.
     """
 
     def __init__(self, setting: LaneSettings, reporter: Reporter) -> None:
@@ -55,7 +57,7 @@ class Chain:
         self._call: SessionCall | None = None  # the call under way
         self._past: deque[Taken] = deque(maxlen=_PAST_STEPS)  # the steps before the call under way
         self._moving: asyncio.Task[None] | None = None
-        # Settled: all steps sent to the first hop are computed. After a splice, outputs may arrive before that is true.
+        # Settled: all steps sent to the first hop are computed. After a splice, outputs may arrive earlier than that.
         self._is_settled = self._was_spliced = False
         self.busy = asyncio.Lock()
         swarm.sessions.add(self)
@@ -135,10 +137,10 @@ class Chain:
         self._standby.arrange()
 
     async def _take_back(self, call: SessionCall) -> None:
-        """Make what the servers hold match the client's state after a call that has failed."""
+        """Let the servers hold what they held before a call that has failed, or release them."""
         self._is_settled = False
         if self._listener.refused is not None and self._listener.refused == call.first_number:
-            self.hops[0].unpost()  # the servers are as they were before
+            self.hops[0].unpost()  # the first server has computed nothing, so the others have not either
         else:
             await asyncio.shield(self._forget())
 
@@ -182,9 +184,10 @@ class Chain:
 
     async def _open(self, call: SessionCall) -> None:
         """Open hops for all blocks, and replay all positions from before the call."""
-        if call.before.length and not self.is_new:
+        if call.before.length and not self.is_new:  # the session has lost its servers
             self._replacer.begin_recovery(self._listener.progress_s)
         call.apply_changes()
+        # In place: the standby replicas, the replacer and the listener share the list.
         self.hops[:] = await self._replacer.open_all(self._blocks, call, self.number)
         self.is_new = False
         self._cut(call)
@@ -260,7 +263,7 @@ class Chain:
                 continue
             try:
                 if index:
-                    before = self.hops[index - 1]
+                    before = self.hops[index - 1]  # perhaps a replica itself, since the last round of this loop
                     codec = self._swarm.links.codec(before.hop.server, replica.hop.server)
                     await before.reroute(replica, [], codec)
             except SwarmError:  # the hop before may now send its outputs to either hop

@@ -27,7 +27,7 @@ class Lane:
     def __init__(
         self, setting: LaneSettings, journal: Journal | None = None, changes: Sequence[pb.Change] = ()
     ) -> None:
-        """Create the lane without servers. ``journal`` has its positions, to which ``changes`` are still to be made."""
+        """Create the lane without servers. Its rows are those of ``journal`` after ``changes``."""
         self._setting = setting
         self._reporter = PartReporter(setting.reporter)
         self.chain = Chain(setting, self._reporter)
@@ -62,6 +62,7 @@ class Lane:
         batch_size, num_tokens, _ = inputs.hidden.shape
         before = self._journal or Journal.empty(batch_size)
         changes, after = tuple(self._changes), _changed(before, self._changes).appended(inputs)
+        # Servers that were chosen before the session had pictures may be unable to compute them.
         lacks = inputs.joined is not None and not all(hop.server.joins for hop in self.chain.route)
         if lacks or self._checks.distrusts(self.chain.route):
             await self._leave_servers()
@@ -105,7 +106,7 @@ class Lane:
         if self._journal is not None:
             changes = merged(self._changes, change)
             if change.HasField("crop"):
-                _changed(self._journal, changes)  # refuses
+                _changed(self._journal, changes)  # only for the error that a crop may raise
             self._changes = changes
 
     def begin_with(self, inputs: BlockInput, adapter: AdapterSnapshot) -> None:
@@ -133,7 +134,7 @@ class Lane:
 
 
 def joined(lanes: Sequence[Lane], setting: LaneSettings) -> Lane:
-    """Return one lane with the rows of all lanes, which have equal lengths and whose place in queues it keeps."""
+    """Return one lane with the rows of all lanes, which have equal lengths. It keeps the first lane's age in queues."""
     lane = Lane(setting)
     lane.chain.continues(lanes[0].chain)
     lane.chain.terms.ages_with(lanes[0].chain.terms)

@@ -16,8 +16,8 @@ from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import FIRST_STEP, MAX_UNTAKEN
 
 _TIMES_WAITING = 4  # the allowance for later batches, as a multiple of the longest queue while the step waited
-_SPARE_BATCHES = 16
-_STRANGER_FACTOR = 4.0  # extra time for a server that reports work, but has not answered yet
+_SPARE_BATCHES = 16  # batches that are allowed for beside that
+_STRANGER_FACTOR = 4.0  # how many times its limit a server is believed that reports work, but has not answered yet
 _ALMOST = 0.9  # the fraction of a time limit that counts as all of it, because clocks differ slightly
 _MAX_REFUSALS = 3  # the limit on one call's steps that are refused by servers because of the server before
 Failures = Mapping[HopSession, SwarmError]
@@ -183,7 +183,7 @@ class ChainListener:
 
     @property
     def _silent_s(self) -> float:
-        """Return how long the call has made no progress, without the time in which this client itself was late."""
+        """Return the seconds without progress of the call, but for those in which this client itself could not run."""
         return self._swarm.lateness.awake_s(self.progress_s)
 
     def _computes(self, hop: HopSession, said: pb.SessionProgress, allowed_s: float) -> bool:
@@ -228,17 +228,17 @@ class ChainListener:
         hop, error = self._hops[index], event.error
         if isinstance(error, Stalled) and self.progress_s > error.since_s:
             return {}  # the hop has made progress at the last moment
-        if event.step is None or event.step < FIRST_STEP:
+        if event.step is None or event.step < FIRST_STEP:  # the hop is gone, or refuses a replay
             if isinstance(error, AccessDenied):
                 raise error
             return {hop: error}
-        if event.step <= call.answered:
+        if event.step <= call.answered:  # its outputs have arrived already
             return {}
-        if index == 0 and not call.outputs:
+        if index == 0 and not call.outputs:  # nothing of the call was computed
             self.refused = event.step
         if isinstance(error, PeerBusy):
             return {hop: error}
-        if index == 0:
+        if index == 0:  # the input is the client's own
             raise error
         if not hop.refuse(event.step):
             return {}

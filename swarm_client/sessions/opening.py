@@ -28,8 +28,7 @@ from swarm_protocol.wire.constants import FIRST_STEP
 from swarm_protocol.wire.session_keys import new_session_key
 
 _TRIAL_GRACE_S = 0.5  # the extra wait for other servers, once enough tried servers have answered
-_SPARE_TOKENS = 64  # positions per row that are leased in addition
-
+_SPARE_TOKENS = 64  # the fewest positions per row that are leased in addition
 
 _Trials = Mapping[asyncio.Task[None], ServerRecord]  # each task ends once its server has computed a step
 
@@ -41,7 +40,8 @@ class Opening:
     Attributes:
         reserve_tokens: the positions per row to lease at once; ``spare_tokens`` are leased in addition.
         asked_s: the time at which the session first asked for room; None stands for now.
-        num_copies, copy_tokens: the rows that will become copies of these, and the room that each of them needs.
+        num_copies: how many rows will later be copies of the batch's rows; ``copy_tokens``: the positions to lease for
+            each copy.
         prompt_pages: the pages of the positions that the hops are about to get, see ``Swarm.chain``.
         sent_number, changed_number, records_past, last_number: see ``Open`` in protos/swarm.proto.
     """
@@ -60,7 +60,7 @@ class Opening:
 
     @property
     def need_tokens(self) -> int:
-        """Return the number of tokens that a server should have room for."""
+        """Return the number of positions, in all rows, that a server should have room for."""
         return self.batch_size * (self.reserve_tokens + self.spare_tokens) + self.num_copies * self.copy_tokens
 
 
@@ -68,8 +68,9 @@ class Terms:
     """The terms that all hops of one session are opened with.
 
     Attributes:
-        records_past: sliding windows keep what later crops need.
+        records_past: whether sliding windows keep what later crops need.
         asked_s: the time at which the session first asked servers for room; None if it has not asked yet.
+        last_number: the number of the session's last step.
     """
 
     def __init__(self, max_positions: int | None, reserve_tokens: int) -> None:
@@ -110,7 +111,7 @@ class Terms:
 
         Args:
             ages: whether the hops have the age of the session, so that younger sessions cannot preempt them.
-            num_copies: how many rows will become copies of these after those positions.
+            num_copies: how many rows will be copies of the batch's rows after these positions.
         """
         if self.asked_s is None:
             self.asked_s = now_s()
@@ -195,12 +196,13 @@ class Opener:
         planned: the chain to open next instead of the fastest one, if it covers the same blocks and no server is to
             be avoided.
         opening: the chain whose servers are being asked; empty if there is none.
+        is_choosing: whether a chain is being chosen.
     """
 
     def __init__(
         self, swarm: Swarm, inbox: Inbox, is_bundled: bool = False, purpose: SessionPurpose = INTERACTIVE
     ) -> None:
-        """Take the options of all hops. ``is_bundled``: see ``ServerConnection.open``."""
+        """Take the options of all hops; ``is_bundled``: see ``ServerConnection.open``."""
         self._swarm = swarm
         self._inbox = inbox
         self._is_bundled = is_bundled
@@ -236,7 +238,7 @@ class Opener:
             NoRoute: see ``Swarm.chain``, which gets the other arguments.
             PeerError: the error of the first hop that could not be opened; the other hops are then closed.
         """
-        planned, self.planned = self.planned, ()
+        planned, self.planned = self.planned, ()  # a plan is for one opening: its servers may be gone later
         self.is_choosing = True
         try:
             if planned and Span(planned[0].span.start, planned[-1].span.end) == span and not avoid:
@@ -265,7 +267,7 @@ class Opener:
         try:
             results = await asyncio.gather(*jobs, return_exceptions=True)
         except asyncio.CancelledError:  # interrupted by the user
-            results = await asyncio.gather(*jobs, return_exceptions=True)
+            results = await asyncio.gather(*jobs, return_exceptions=True)  # the cancelled jobs may still open hops
             abandon(result for result in results if isinstance(result, HopSession))
             raise
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -379,6 +381,7 @@ class Opener:
         to = [*(hop.server for hop in chain[1:]), None if after is None else after.hop.server]
         codecs = [self._swarm.links.codec(hop.server, server) for hop, server in zip(chain, to, strict=True)]
         return [
+            # Only the last hop leaves out outputs that the peer after it has. The new hops before it need all of them.
             self._open(hop, key, onward, codec, opening, opening.sent_number * (hop is chain[-1]), wait_s)
             for hop, key, onward, codec in zip(chain, keys, nexts, codecs, strict=True)
         ]

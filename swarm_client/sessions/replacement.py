@@ -29,7 +29,7 @@ from swarm_protocol.errors import NoRoute, PeerBusy, PeerError, SessionLost, Swa
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
 
-_RETRY_S = 0.2
+_RETRY_S = 0.2  # the pause between two looks for servers while blocks are missing
 _MAX_TRIALS = 4  # rounds of trials before servers that were not tried are taken
 
 
@@ -76,6 +76,7 @@ class HopReplacer:
         if stall is None:
             return
         seconds = now_s() - stall.start_s
+        # The repairs of one stall share its duration, so only one of them reports it.
         for number, repair in enumerate(stall.repairs):
             self._reporter.report(repair if number else replace(repair, stall_s=seconds))
         for hop in self._hops:
@@ -151,7 +152,7 @@ class HopReplacer:
                 elif full:
                     shortage = next(iter(full.values()))
                     full.clear()
-                    if instead is not None:
+                    if instead is not None:  # a session that holds room must not wait for more, or circles could arise
                         await self._room.begin(shortage)
                         return None
                     if hops := await self._wait_for_room(span, opening, shortage):
@@ -206,7 +207,7 @@ class HopReplacer:
             self._stall.check_time(span)
 
     def _report_waiting(self, reason: str, timeout_s: float) -> None:
-        """Report once per stall: servers that are gone stay in the DHT for a while, and are tried repeatedly."""
+        """Report the wait once per stall: servers that are gone stay in the DHT for a while, and are tried again."""
         assert self._stall is not None
         if self._stall.begin_waiting():
             self._reporter.report(Waiting(reason, timeout_s))
@@ -265,7 +266,7 @@ class HopReplacer:
         abandon(replaced)
         self._standby.drop(replaced)
         self._current_stall.repairs.append(
-            Recovery(
+            Recovery(  # the duration is not known before the next answer
                 Span(replaced[0].span.start, replaced[-1].span.end),
                 tuple(hop.hop.server.peer_id for hop in replaced),
                 str(instruction.error),
@@ -349,7 +350,7 @@ class HopReplacer:
     ) -> messages.HopsOpened | messages.ServersFull:
         replay = instruction.replay
         rows = call.after if replay.after_changes else call.before
-        num_tokens = max(rows.length, call.after.length)
+        num_tokens = max(rows.length, call.after.length)  # before a crop of the call, the rows may be longer
         opening = self._terms.opening(
             rows.batch_size, num_tokens, replay.sent_number, replay.changed_number, num_copies=call.num_copies
         )
@@ -371,7 +372,7 @@ class HopReplacer:
         history = self._history(rows, replay.history, new, instruction.number)
         steps = [*history, *_steps(call, (step.number for step in replay.resend))]
         bare = [step.without_data() for step in steps]
-        if instruction.before is not None and not may_be_resent(bare):
+        if instruction.before is not None and not may_be_resent(bare):  # the session then starts over
             return messages.NotConnected()
         _remember(new, steps)
         links = tuple(_link(hop, call.first_number) for hop in new)

@@ -65,8 +65,8 @@ class RemoteSession:
         self._sizes: list[int] = []  # rows of each lane, from the first step on
         self._stays_whole = False  # the rows are not divided into lanes
         self._is_optional = False
-        self._left: list[Lane] = []  # lanes whose servers may forget them
-        self._lock = threading.Lock()
+        self._left: list[Lane] = []  # lanes without rows, whose servers are released at the next step
+        self._lock = threading.Lock()  # for callers on other threads than the loop's
         self._turn = asyncio.Lock()  # held during a step, including the cleanup after an interruption
         self.length = 0
         self.batch_size: int | None = None
@@ -90,7 +90,9 @@ class RemoteSession:
     @property
     def num_sharing(self) -> int:
         """Return the number of sessions that the last server has computed for recently, this one included.
-        Each lane counts as one session. 0: the server has not said."""
+
+        Each lane counts as one session. 0: the server has not said.
+        """
         hops = self._lanes[0].chain.hops
         return hops[-1].num_active if hops else 0
 
@@ -122,7 +124,7 @@ class RemoteSession:
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:
         raise TypeError(
-            "keys and values on servers cannot be pickled: copy.deepcopy makes a session that goes on alike"
+            "keys and values on servers cannot be pickled: copy.deepcopy makes a session that continues from here"
         )
 
     def step(self, inputs: BlockInput, num_wanted: int | None = None) -> torch.Tensor:
@@ -277,15 +279,17 @@ class RemoteSession:
         self.batch_size = len(wanted)
 
     def crop(self, num_removed: int) -> None:
-        """Forget the last ``num_removed`` positions (0 lets sliding windows drop what recording kept)."""
+        """Forget the last ``num_removed`` positions. With 0, sliding windows drop what ``record_past`` kept."""
         length = max(0, self.length - num_removed)
         self._change(pb.Change(crop=pb.Crop(length=length)))
         self.length = length
 
     @contextmanager
     def with_optional_rows(self) -> Iterator[None]:
-        """Make steps optional inside the context: SwarmError comes at once where a server has no room, or where all
-        servers must be replaced."""
+        """Make steps optional inside the context.
+
+        They raise SwarmError at once if a server has no room, or if all servers must be replaced.
+        """
         self._is_optional = True
         try:
             yield

@@ -15,9 +15,9 @@ from swarm_protocol.errors import PeerError, SwarmError
 from swarm_protocol.failures import undone_on_error
 
 _logger = logging.getLogger(__name__)
-_RETRY_S = 2.0
-_COPY_TIMEOUT_S = 600.0
-_AGREE_TIMEOUT_S = 5.0
+_RETRY_S = 2.0  # the pause between two attempts to make a replica
+_COPY_TIMEOUT_S = 600.0  # for copying all keys and values
+_AGREE_TIMEOUT_S = 5.0  # for a replica to take the last steps of its hop
 _AGREE_POLL_S = 0.005
 
 
@@ -125,7 +125,7 @@ class StandbyReplicas:
             await self._on_ready()
 
     async def _try_to_replicate(self, hop: HopSession) -> bool:
-        if hop not in self._hops:
+        if hop not in self._hops:  # replaced during the pause: nothing is left to do
             return True
         after = self._after(hop)
         progress = await hop.progress()
