@@ -15,7 +15,7 @@ from swarm_protocol.errors import RequestRejected
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_NOT_HERE = {  # other settings for the end or the choice of tokens, with the values that have no effect
+_NOT_HERE = {  # settings that the loop does not know, with the values at which they have no effect
     "stop_strings": (None,),
     "max_time": (None,),
     "guidance_scale": (None, 1),
@@ -53,7 +53,7 @@ def checked_config(model: RemoteModelMixin, request: Request) -> GenerationConfi
     values: dict[str, Any] = {"max_new_tokens": num_new, "max_length": total}
     if config.min_new_tokens is not None:
         values["min_length"] = len(request.prompt) + config.min_new_tokens
-    values["eos_token_id"] = config.eos_token_id or None  # an empty list has no token for padding
+    values["eos_token_id"] = config.eos_token_id or None  # from an empty list no padding token can be taken
     checked = with_values(config, **values)
     stock._prepare_special_tokens(checked, True, device="cpu")
     return checked

@@ -1,4 +1,4 @@
-"""The sharing of a loop by threads that call ``generate``: from the second on, generations go through one loop.
+"""The sharing of a loop by threads that call ``generate``: from the second generation on, all go through one loop.
 
 The first generation moves to the loop too, if it may guess: between two passes it checks whether there are others.
 """
@@ -29,7 +29,7 @@ from swarm_protocol.failures import undone_on_error
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
-_SOON_S = 60.0  # for this long after several generations, more are expected
+_SOON_S = 60.0  # for this long after generations ran together, others are expected
 _STOP_S = 10.0  # the longest wait for the end of a step that was given up
 
 
@@ -39,7 +39,7 @@ class SharedLoop:
     def __init__(self) -> None:
         self._loop: GenerationLoop | None = None
         self._num_running = 0
-        self._shared_s = -inf  # when there last were several
+        self._shared_s = -inf  # the last time at which several generations ran
         self._lock = threading.Lock()
 
     @contextmanager
@@ -60,7 +60,7 @@ class SharedLoop:
                 idle = None
                 if not self._num_running:  # later generations begin another loop
                     idle, self._loop = self._loop, None
-            if idle is not None:
+            if idle is not None:  # closed without the lock: the loop's thread is waited for
                 idle.close()
 
     def is_alone(self) -> bool:
@@ -91,7 +91,7 @@ class SharedLoop:
         answer = _Answer()
         try:
             generation = self._of(model).submit(request, answer)
-        except ValueError:  # the stock method can do it, or has its own message
+        except ValueError:  # the stock method can compute it, or raises an error of its own
             return None
         prompt = torch.tensor([request.prompt])
         if streamer is not None:
@@ -109,7 +109,7 @@ class SharedLoop:
         row = self._of(model).take_over(text, ends, session, guessing, answer)
 
         def remove_unread() -> None:
-            row.stopped.wait(_STOP_S)  # because the caller may use the session at once
+            row.stopped.wait(_STOP_S)  # the caller may use the session at once, and a step may still be under way
             ahead = session.length - (text.ids.shape[1] + len(answer.ids) - 1)  # positions that the caller has not read
             if ahead > 0:
                 session.crop(ahead)
@@ -133,7 +133,7 @@ class SharedLoop:
 
 
 def _request(model: Any, arguments: Mapping[str, Any]) -> Request | None:
-    """Return the request of these arguments; None if they ask for more than to sample one row on the CPU."""
+    """Return the request of these arguments; None unless they just ask for tokens of one row on the CPU."""
     given = {name: value for name, value in arguments.items() if value is not None}
     ids, other_ids = given.pop("inputs", None), given.pop("input_ids", None)
     ids = other_ids if ids is None else ids

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
 
 _QUIET_S = 1e-3  # the wait for more results, because results that were computed together arrive one by one
-_BETWEEN_GROUPS_S = 1e-3
-_SCORED_TOGETHER = 64  # tokens of a prompt
+_BETWEEN_GROUPS_S = 1e-3  # the pause that puts groups into different messages
+_SCORED_TOGETHER = 64  # tokens of a prompt; then other generations have their turn
 _RESERVED_TOKENS = 256  # the most new tokens in the first lease, which grows with its session
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class GenerationLoop(Closing):
     """
 
     def __init__(self, model: RemoteModelMixin) -> None:
-        """Start the thread. Raise RequestRejected if the model has prompts, as only ``generate`` counts them."""
+        """Start the thread. Raise RequestRejected if the model has trained prompts, which only ``generate`` can add."""
         if model.prompts is not None:
             raise RequestRejected("generations of a model with prompts cannot be batched: call generate")
         self._model: Any = model
@@ -81,7 +81,7 @@ class GenerationLoop(Closing):
         self._inbox: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._rows: set[BatchRow] = set()
         self._is_closed = False
-        self._submitting = threading.Lock()  # so that requests before the end also end
+        self._submitting = threading.Lock()  # no row may enter the inbox after the message that ends the loop
         self._thread = threading.Thread(target=self._run, name="swarm generations", daemon=True)
         self._thread.start()
 
@@ -158,7 +158,7 @@ class GenerationLoop(Closing):
                 if None in events:
                     self._end(self._rows.copy(), RequestRejected("the generation loop was closed"))
                     return
-                del events  # and the sessions of ended rows with them
+                del events  # they would keep the sessions of ended rows until the next event
 
     def _turn(self, events: Sequence[_Event]) -> None:
         going_on = [row for row in self._joined(events) if row in self._rows]
@@ -332,7 +332,7 @@ class GenerationLoop(Closing):
     def _done(self, rows: Collection[BatchRow], work: Callable[[], T]) -> T | None:
         """Return the result of the work. If it fails, end these rows, and return None: the loop goes on for others."""
         done = outcome_of(work)
-        if isinstance(done, Exception):  # of a family's own code, or a bug: the listeners get it, nobody waits for ever
+        if isinstance(done, Exception):  # from a family's own code, or a bug: without an end, listeners would wait
             self._end(rows, done)
             return None
         return done
@@ -356,7 +356,7 @@ class GenerationLoop(Closing):
     async def _start(self, groups: Sequence[Sequence[tuple[BatchRow, BlockInput]]]) -> None:
         for number, steps in enumerate(groups):
             if number and steps[0][0].is_decoding:  # prompts have their own streams
-                await asyncio.sleep(_BETWEEN_GROUPS_S)  # otherwise one message would carry both groups
+                await asyncio.sleep(_BETWEEN_GROUPS_S)
             for row, inputs in steps:
                 if row not in self._rows:  # cancelled meanwhile
                     continue
@@ -366,7 +366,7 @@ class GenerationLoop(Closing):
 
     def _ended_step(self, row: BatchRow, step: asyncio.Task[torch.Tensor]) -> None:
         """Pass the step's outputs on to the loop, or its error, which the listener must get even if it is a bug."""
-        if step.cancelled():  # by ``_stop``, when nobody waits; or the connection closed
+        if step.cancelled():  # by ``_stop``, when nobody waits for it, or because the connection was closed
             hidden: torch.Tensor | BaseException = PeerUnavailable("the connection to a server was closed")
         else:
             hidden = step.exception() or step.result()

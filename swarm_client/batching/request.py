@@ -21,15 +21,15 @@ class Request:
 
     Attributes:
         prompt: the token ids, at least one.
-        config: the choice of tokens, as for ``generate``. ``max_new_tokens`` must be set, and may be 0. Beams and
-            similar modes are refused.
+        config: the settings for the choice of tokens, as for ``generate``. ``max_new_tokens`` must be set, and may be
+            0. Beams and similar modes are refused.
         seed: the seed of this generation's own random numbers; None means a random seed.
         generator: the generator of random numbers to use instead of an own one.
         processors: logits processors in addition to those of ``config``. Each is called as in ``generate``, with token
             ids [1, length] and scores [1, vocabulary].
         num_logprobs: how many of the likeliest tokens come with each token; 0: only its own logprob; None: nothing.
         scores_prompt: whether the listener gets the same for the prompt's tokens; ``num_logprobs`` must be set.
-        with_servers: whether the listener gets events of its servers, instead of ``on_event`` of the client's config.
+        with_servers: whether the listener gets the servers and their events, instead of ``on_event`` of the config.
         user: the name of the user, which servers see. Servers share their work for this client equally among its
             users. The name should mean nothing to anybody else.
         is_background: whether nobody waits for the answer: servers compute it while they have nothing else to do, and
@@ -53,9 +53,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Token:
-    """A token. ``logprob`` is the natural logarithm of its probability by the model's logits, before any processor.
+    """A token.
 
-    ``top`` has the likeliest tokens with their logprobs, the likeliest first. ``logprob`` is None if not asked for.
+    Attributes:
+        logprob: the natural logarithm of the token's probability by the model's logits, before any processor; None if
+            the request does not ask for it.
+        top: the ids of the likeliest tokens with their logprobs, the likeliest first.
     """
 
     id: int
@@ -72,7 +75,7 @@ class Servers:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a prompt with their logprobs. The prompt's own first token has none."""
+    """The tokens of a prompt with their logprobs. The first token has none, because nothing predicts it."""
 
     prompt: tuple[Token, ...]
 

@@ -31,12 +31,12 @@ class BatchRow:
         is_own: whether the row owns its session, and closes the session at the end.
         stepping: the step of its session that servers compute.
         group: the rows whose steps were sent together with this row's step.
-        past: the past that the session keeps; it must be informed after each step.
+        past: the past that the session keeps for wrong guesses; ``past.settle`` must be called after each step.
         scored: the scored tokens of the prompt so far; None if the listener does not want them, or has them.
-        stopped: an event that is set some time after the end, when nothing steps the session any more.
+        stopped: an event that is set after the end, once no step of the session is under way any more.
         first: the session's first input, if the prompt has pictures.
         shift: how much greater the next position is than the session's length.
-        context: the context in which the generation was asked for, and is computed: it has the current trace.
+        context: a copy of the caller's context, in which the steps are computed, so that they belong to its trace.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class BatchRow:
         request: Request | None = None,
         first: BlockInput | None = None,
     ) -> None:
-        """Set up a row. ``request`` is None if the row has begun outside the loop.
+        """Set up a row. ``request`` is None if the generation has begun outside the loop.
 
-        Then the session has all tokens of the choice but the last.
+        Such a generation's session has all tokens of the choice but the last.
         """
         self.first, self.shift = first, 0 if first is None else shift_after(first)
         scores_prompt = request is not None and request.scores_prompt
-        # The servers that the listener knows; None: it does not want to.
+        # The servers that the listener was informed of; None: it does not want to know them.
         self._servers = Servers(()) if request is not None and request.with_servers else None
         self.choice = choice
         self.session = session
@@ -106,7 +106,7 @@ class BatchRow:
         return self.num_new >= self._ends.most_tokens
 
     def guess(self, *, is_alone: bool) -> None:
-        """Make guesses for the next step; none if the row is batched with other generations."""
+        """Make guesses for the next step, unless the row is batched with other generations."""
         self._sent, self.guesses = self.last, Guesses.none()
         if self._guessing is None:
             return
@@ -151,7 +151,7 @@ class BatchRow:
         self.stepping, self.first = stepping, None
 
     def end(self) -> None:
-        """End the row, and release references that would keep its session."""
+        """End the row, and break its reference cycles, which would keep the session until garbage is collected."""
         self.group, self.cancel = frozenset(), lambda: None
         if self._guessing is not None:
             self._guessing.end()

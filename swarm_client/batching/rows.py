@@ -42,8 +42,8 @@ class BatchedModel:
     ) -> list[BlockInput]:
         """Return the next input of each session.
 
-        token_ids: [rows, new], one row for each session; shifts: see ``shift_after``; pictures: see ``Request``, of a
-        session's first input, for which the model itself finds their positions.
+        token_ids: [rows, new], one row for each session; shifts: see ``shift_after``, by session; pictures: see
+        ``Request``. The model itself finds the positions of a first input with pictures.
         """
         before = _Before(sessions, shifts, with_pictures=pictures is not None)
         with contextlib.suppress(_TakenOver):
@@ -96,9 +96,9 @@ class BatchedModel:
 
 
 def shift_after(first: BlockInput) -> int:
-    """Return how much greater the position after ``first`` is than its number of tokens.
+    """Return how much greater the position after the input ``first`` is than the number of its tokens.
 
-    It is negative after pictures in models whose pictures have several axes: a picture's tokens share positions.
+    The result is negative after pictures of models with positions on several axes: a picture's tokens share positions.
     """
     positions = first.position_ids
     return 0 if positions is None else int(positions.max()) + 1 - first.hidden.shape[1]
@@ -143,6 +143,8 @@ class _Before(_Rows):
 
 
 class _Behind(_Rows):
+    """A stand-in that returns the outputs of the blocks, which servers have computed already."""
+
     def __init__(self, sessions: Sequence[RemoteSession], hidden: torch.Tensor, num_after: int = 0) -> None:
         new = hidden.shape[1]
         super().__init__(sessions, [session.length - num_after - new for session in sessions], new)

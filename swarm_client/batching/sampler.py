@@ -15,7 +15,7 @@ from swarm_client.batching.request import Token
 from swarm_client.speculation.choosing import BY_ROW
 from swarm_protocol.failures import outcome_of
 
-_MOST_KEPT = 1024  # tokens per row: to sort more of them apart from the others gains nothing
+_MOST_KEPT = 1024  # tokens per row; to sort more of them without the others gains nothing
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ def choose(choices: Sequence[Choice], logits: torch.Tensor) -> list[Token | Exce
     chosen: list[Token | Exception] = [ValueError("no scores")] * len(choices)
     for rows in _alike(choices):
         tokens = outcome_of(partial(_choose_alike, [choices[row] for row in rows], logits, rows))
-        if isinstance(tokens, Exception):  # for instance of a grammar, which belongs to one generation
+        if isinstance(tokens, Exception):  # such as a grammar's: its processor has no key, so the row is alone
             chosen[rows[0]] = tokens
             continue
         for row, token in zip(rows, tokens, strict=True):
@@ -125,9 +125,11 @@ def _sampled_from_top(choices: Sequence[Choice], logits: torch.Tensor) -> Sequen
 
 
 def _splits_ties(kept: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Return for each row whether only some of equally likely tokens are left: the order in a whole row decides which.
+    """Return for each row whether processors kept only some of several equally likely tokens, [rows] bool.
 
-    kept: [rows, tokens], the scores in descending order; left: these with some at -inf -> [rows] bool.
+    Which of them are kept depends on their order in a whole row, which is not known here.
+
+    kept: [rows, tokens], the scores in descending order; left: the same scores with some at -inf.
     """
     is_left = left != -torch.inf
     return ((kept[:, 1:] == kept[:, :-1]) & (is_left[:, 1:] != is_left[:, :-1])).any(-1)

@@ -48,8 +48,9 @@ def _mailbox() -> _Mailbox:
 
 
 async def stream(batcher: GenerationLoop, request: Request) -> AsyncGenerator[Item, None]:
-    """Yield the tokens as they come, and at last the reason of the end. The prompt's tokens, which come first, and the
-    events of servers are included if the request asks for them.
+    """Yield the tokens as they come, and at last the reason of the end.
+
+    If the request asks for them, the scored prompt comes first, and servers and their events come among the tokens.
 
     A reader that stops must close the iterator (``aclose``), which cancels the generation.
 
@@ -73,7 +74,7 @@ async def stream(batcher: GenerationLoop, request: Request) -> AsyncGenerator[It
 
 
 async def _submitted(batcher: GenerationLoop, request: Request, listener: TokenListener) -> BatchRow:
-    """Submit a request on another thread, as its vision tower takes time; cancel it if the reader stops meanwhile."""
+    """Submit a request on another thread, because its pictures are computed there. Cancel it if the reader stops."""
     submitting = asyncio.ensure_future(asyncio.to_thread(batcher.submit, request, listener))
 
     def cancel(done: asyncio.Future[BatchRow]) -> None:
