@@ -136,16 +136,7 @@ class HopReplacer:
         while True:
             try:
                 cautious = await self._who_may_stall(span)
-                stall = self._stall
-                return await self._opener.open_span(
-                    span,
-                    opening,
-                    after,
-                    avoid={*full, *cautious},
-                    timeout_s=None if stall is None else stall.time_left_s,
-                    like=None if instead is None else instead.hop.server,
-                    on_wait=None if stall is None else self._report_waiting,
-                )
+                return await self._open_in_time(span, opening, after, instead, {*full, *cautious})
             except NoRoute as error:
                 if cautious and not self._swarm.is_covered(span, {*full, *cautious}):
                     self._stalled.clear()  # no other servers hold the blocks
@@ -168,6 +159,18 @@ class HopReplacer:
                 self._add_to_tried(error)
             except PeerError as error:
                 self._failed_to_open(error, span)
+
+    async def _open_in_time(
+        self, span: Span, opening: Opening, after: HopSession | None, instead: HopSession | None, avoid: set[str]
+    ) -> list[HopSession]:
+        """Open and return hops over ``span``, during a stall in the time that is left of it."""
+        like, stall = None if instead is None else instead.hop.server, self._stall
+        if stall is None:
+            return await self._opener.open_span(span, opening, after, avoid=avoid, like=like)
+        timeout_s, on_wait = stall.time_left_s, self._report_waiting
+        return await self._opener.open_span(
+            span, opening, after, avoid=avoid, like=like, timeout_s=timeout_s, on_wait=on_wait
+        )
 
     async def _who_may_stall(self, span: Span) -> set[str]:
         """Return the peer ids to avoid, because some servers in this session accepted steps and computed nothing.

@@ -103,7 +103,7 @@ class Links:
         }
         self.measure(ends.values())
         unknown = [self._tasks[peer_id] for peer_id in ends if peer_id in self._tasks.keys() - self._bytes_per_s.keys()]
-        if unknown:  # whichever caller began; second measurements are not waited for
+        if unknown:  # no matter which caller began; a link that is measured again is not waited for
             await asyncio.wait(unknown, timeout=_MEASURE_TIMEOUT_S)  # measurements run one after the other
         self._chosen.clear()  # the new rates may lead to other codecs
         for route in routes:

@@ -1,7 +1,7 @@
 """How long a pass without a session may take until its server counts as stalled.
 
 The limit is many times the expected duration, as in ``watchdog``. Passes are large, however, and many wait in a
-server's queue at a time. The limit therefore allows for all passes of this client at the server, and it counts from the
+server's queue at a time. The limit therefore allows for all passes of this client at the server. It counts from the
 last time that one of them came back.
 """
 
