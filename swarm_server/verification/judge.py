@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -103,12 +104,13 @@ class AnswerJudge:
         self._doubts.add(peer_id, client)
 
     async def judge_others(self) -> None:
-        """Judge the evidence that other servers have published."""
+        """Judge some of the evidence that other servers have published."""
         own, published = self._record().peer_id, await self._accusations.read()
         others = [found for publisher, said in published if publisher != own for found in said.evidence]
-        for message in others[:_MAX_READ]:
+        # The choice is random, so that a server with much evidence cannot keep that of others from being judged.
+        for message in random.sample(others, min(len(others), _MAX_READ)):
             try:
-                await self.judge(message, Caller(self._record().peer_id))
+                await self.judge(message, Caller(own))
             except SwarmError as error:
                 _logger.debug("an accusation was not judged: %s", printable(str(error)))
         if self._publishing is not None:

@@ -148,6 +148,17 @@ def test_what_others_publish_is_judged_too(accused: Identity) -> None:
     assert accused.peer_id in world.blocklist and honest.peer_id not in world.blocklist
 
 
+def test_a_server_that_publishes_much_cannot_keep_the_evidence_of_others_from_being_judged(accused: Identity) -> None:
+    world = World()
+    lie = world.evidence(accused, torch.zeros_like)
+    world.board.others = [*[("liar", pb.Evidence())] * 8, ("honest", lie)]
+    for _ in range(100):
+        run(world.judge.judge_others())
+        if accused.peer_id in world.blocklist:
+            break
+    assert world.board.published == [lie]
+
+
 def test_what_cannot_be_judged_is_refused(accused: Identity) -> None:
     world = World()
     forged = world.evidence(accused, torch.zeros_like)
