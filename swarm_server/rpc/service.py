@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, aclosing, nullcontext
+from contextlib import ExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -113,50 +113,47 @@ class BlocksService:
 
         client = self._callers.admit(context)
         arrivals = self._arrivals.of(client)
-        incoming = Incoming(requests, arrivals, reads_ahead=True)
-        request = await incoming.next()
-        if request is None:
-            return
-        if request.WhichOneof("kind") != "open":
-            raise SessionLost("this server does not know the session: it must be opened first")
-        host = self._present()
-        bundle = self._bundles.find(request.open.bundle_key, client)
-        with nullcontext(Reply(reply)) if bundle is None else bundle.joined(request.open.session_key, reply) as answer:
-            hosted = await host.open(request.open, client, answer)
-            tracing().event("opened", {"swarm.blocks": str(hosted.session.blocks)})  # so long it has waited for room
-            try:
-                await hosted.announce()
-                await self._serve(host, hosted, incoming, arrivals, self._callers.membership(context))
-            finally:
-                tracing().event("closed", {"swarm.positions": hosted.session.length})
+        # A refusal closes the stream as well: gRPC's messages cannot be closed while one more is being read ahead.
+        async with aclosing(Incoming(requests, arrivals, reads_ahead=True)) as incoming:
+            request = await incoming.next()
+            if request is None:
+                return
+            if request.WhichOneof("kind") != "open":
+                raise SessionLost("this server does not know the session: it must be opened first")
+            host, opening = self._present(), request.open
+            bundle = self._bundles.find(opening.bundle_key, client)
+            with nullcontext(Reply(reply)) if bundle is None else bundle.joined(opening.session_key, reply) as answer:
+                hosted = await host.open(opening, client, answer)
+                tracing().event("opened", {"swarm.blocks": str(hosted.session.blocks)})  # the wait for room is over
                 try:
-                    await incoming.aclose()
+                    await hosted.announce()
+                    await self._serve(host, hosted, incoming, arrivals, self._callers.membership(context))
                 finally:
+                    tracing().event("closed", {"swarm.positions": hosted.session.length})
                     await asyncio.shield(host.end(hosted))
 
     async def Push(self, requests: AsyncIterator[pb.PushRequest], context: _Context) -> None:
         self._callers.admit(context, Role.SERVER)
         admitted = self._callers.membership(context, Role.SERVER)
-        incoming = Incoming(requests, self._arrivals, reads_ahead=True)
-        request = await incoming.first("push_key")
-        hosted = self._sessions().find_pushed(request.push_key)
-        # The client blames this stream's sender for one refusal, and would blame the sender's replacement for a second.
-        # The pushed steps count in the share of the session's client.
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(aclosing(incoming))
-            reader = stack.enter_context(StepReader(hosted, self._arrivals.of(hosted.client), one_refusal=True))
-            while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
-                admitted()
-                kind = request.WhichOneof("kind")
-                if kind == "step":
-                    number, is_settled = request.step.number, request.step.settled
-                    await reader.start(request.step)
-                elif kind == "more":
-                    await reader.more(request.more)
-                else:
-                    raise RequestRejected("a request of unknown kind")
-                if not (reader.is_reading or is_settled):
-                    await context.write(pb.PushReply(number=number))
+        async with aclosing(Incoming(requests, self._arrivals, reads_ahead=True)) as incoming:
+            request = await incoming.first("push_key")
+            hosted = self._sessions().find_pushed(request.push_key)
+            arrivals = self._arrivals.of(hosted.client)  # the pushed steps count in the share of the session's client
+            # The client blames this stream's sender for one refusal, and would blame the sender's replacement for a
+            # second.
+            with StepReader(hosted, arrivals, one_refusal=True) as reader:
+                while (request := await reader.next(incoming, self._idle_timeout_s)) is not None:
+                    admitted()
+                    kind = request.WhichOneof("kind")
+                    if kind == "step":
+                        number, is_settled = request.step.number, request.step.settled
+                        await reader.start(request.step)
+                    elif kind == "more":
+                        await reader.more(request.more)
+                    else:
+                        raise RequestRejected("a request of unknown kind")
+                    if not (reader.is_reading or is_settled):
+                        await context.write(pb.PushReply(number=number))
 
     async def Steps(self, requests: AsyncIterator[pb.StepBundle], context: _Context) -> None:
         client = self._callers.admit(context)

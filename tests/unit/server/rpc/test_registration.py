@@ -17,6 +17,7 @@ from tests.unit.support import run
 
 METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
 UNARY = [name for name, method in METHODS.items() if not method.client_streaming]
+LARGE = bytes(64 * 1024)  # beside it, a server reads the next message ahead
 UNREAD = {"PutAdapter", "Forward", "Backward"}  # by a server that hosts nothing
 
 
@@ -65,6 +66,17 @@ def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture
 def test_a_message_that_is_too_large_is_not_read() -> None:
     code, details = asked("Session", pb.SessionRequest(more=bytes(MAX_MESSAGE_BYTES)).SerializeToString())
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+
+
+@pytest.mark.parametrize(
+    ("method", "first"), [("Session", pb.SessionRequest(more=LARGE)), ("Push", pb.PushRequest(push_key=LARGE))]
+)
+def test_a_stream_whose_large_first_message_is_refused_ends_with_the_reason(
+    method: str, first: pb.SessionRequest | pb.PushRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, details = asked(method, first.SerializeToString())
+    assert code is grpc.StatusCode.NOT_FOUND and "does not know the session" in details
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("method", UNARY)
