@@ -197,6 +197,31 @@ async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(mon
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("relay_sees", "request_"),
+    [("8.8.4.4", pb.Open(port=40000)), (None, pb.Open(caller="caller", caller_host="8.8.8.8", port=40000))],
+    ids=["a relay names no caller", "no relay names a caller"],
+)
+async def test_a_peer_that_calls_for_nobody_else_is_the_caller_itself(
+    relay_sees: str | None, request_: pb.Open
+) -> None:
+    connected: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: connected.append(writer), LOCAL, 0)
+    origins: accepting.Origins = {}
+    port = server.sockets[0].getsockname()[1]
+    acceptor = Acceptor(MemoryStreams(), LOCAL, port, lambda _peer_id: relay_sees, origins)
+    stream, writer = stream_of("peer", "9.9.9.9")
+    stream.reader.feed_data(framed(request_.SerializeToString()))
+    taking = asyncio.ensure_future(acceptor._take(stream))
+    assert await read_message(writer.written, pb.Opened, HELLO_TIMEOUT_S) == pb.Opened()
+    assert list(origins.values()) == ["9.9.9.9"]
+    await until(lambda: connected)
+    stream.abort()
+    await taking
+    connected[0].close()
+    server.close()
+
+
 @pytest.mark.run_by(function=run_virtually)
 async def test_a_reservation_is_lost_at_once_when_the_relay_closes_its_stream() -> None:
     stream, writer = stream_of("relay")
