@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from swarm_models.out_of_memory import is_out_of_memory
 from swarm_models.quantization import Packed
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.failures import first_line, undone_on_error
@@ -265,7 +266,7 @@ def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int
     try:
         with make_loader() as load, suppress(FollowerLeftOut, HandshakeFailed):  # the leader has logged these
             follow(load, link)
-    except SwarmError as error:
+    except (SwarmError, ValueError) as error:
         raise SystemExit(f"a member of the group on this machine cannot go on: {error}") from None
 
 
@@ -326,7 +327,11 @@ class _Place:
 
 
 def _loaded(load: LoadSpan, span: Span, link: MemberLink, place: _Place) -> list[Packed]:
-    """Load this follower's rows of a span, and send the leader their digest, or the reason why it fails."""
+    """Load this follower's rows of a span, and send the leader their digest, or the reason why it fails.
+
+    Raises:
+        ValueError: memory is too short; anything else that ``load`` raises is raised as well.
+    """
     splitter = FollowerSplitter(place.member, place.deal)
     try:
         with _signs_of_life(link, splitter):
@@ -336,6 +341,8 @@ def _loaded(load: LoadSpan, span: Span, link: MemberLink, place: _Place) -> list
         with suppress(GroupEnded):  # the leader may be gone
             LoadSign.FAILED.send(link, len(reason))
             link.send(reason)
+        if is_out_of_memory(error):
+            raise ValueError(f"no memory for this member's rows of blocks {span}: {first_line(error)}") from None
         raise
     LoadSign.LOADED.send(link)
     link.send(torch.tensor(list(splitter.digest()), dtype=torch.uint8))

@@ -73,12 +73,15 @@ class SplitWeight(QuantizedWeight):
 
 def answer(request: MemberRequest, own: OwnWeights, link: MemberLink) -> None:
     """Answer a leader's request about one weight that is no product."""
+    if request.wanted not in (DEQUANTIZE, GRADIENT) or not 0 <= request.number < len(own):
+        raise GroupEnded(
+            f"the leader asked for something of kind {request.wanted} and weight {request.number}, "
+            "which is not understood"
+        )
     weight = own.weights[request.number]
     if request.wanted == DEQUANTIZE:
         link.send(weight.dequantize())
         return
-    if request.wanted != GRADIENT:
-        raise GroupEnded(f"the leader asked for something of kind {request.wanted}, which is not understood")
     grad = torch.empty(request.rows, weight.shape[0], dtype=torch.float32)
     link.receive(grad)
     link.send(weight.matmul_grad(grad))

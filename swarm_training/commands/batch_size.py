@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swarm_models.out_of_memory import is_out_of_memory
 from swarm_protocol.system import available_bytes, peak_resident_bytes, restart_peak
 
 
@@ -56,12 +57,6 @@ def find_batch_size(compute: Callable[[int], Trial], limits: BatchSizeLimits) ->
     if not trials:
         raise ValueError("there is no memory to compute a single sample: expected a smaller model or block_length")
     return trials[-1].batch_size
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. CUDA has a class for that error; others raise a RuntimeError."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")  # of Linux, Windows and mps
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def computing(model: nn.Module, loss_of: Callable[[int], torch.Tensor]) -> Callable[[int], Trial]:

@@ -38,7 +38,7 @@ LAYERS = {  # from the top: a room imports from those below it only, which are f
         "door > verification > tunnel > streams > dht rpc > access > net > process > wire untrusted imports "
         "telemetry > codecs > errors > span pb atomic_file backoff file_lock config_flags failures system"
     ),
-    "swarm_models": "door > sharing > quantization > gpu checkpoints > kernels > quants activation_limit",
+    "swarm_models": "door > sharing > quantization > gpu checkpoints > kernels > quants activation_limit out_of_memory",
     "swarm_client": (
         "door > generation > batching > model > drafts > speculation > sessions passes > weights > verification > "
         "swarm > transport > core routing failover adapters"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from swarm_server.group import links, members
 from swarm_server.group.handshake import HandshakeFailed
 from swarm_server.group.links import Deal, GroupEnded, LeaderLinks, LinkEnds, MemberLink, MemberRequest
 from swarm_server.group.members import LoadSign, MemberWatch, follow, formed_links, load_together
-from swarm_server.group.split_weight import SplitWeight, answer
+from swarm_server.group.split_weight import GRADIENT, SplitWeight, answer
 from swarm_server.kv.kv_cache import CacheBudget
 from tests.adapted import LocalModel
 from tests.marks import LONG, SLOW
@@ -305,6 +307,28 @@ def test_a_follower_that_cannot_load_says_why() -> None:
         with pytest.raises(GroupEnded, match=r"a member of the group cannot load blocks 1:4: the file is gone$"):
             load_together(group, SPAN, lambda *_: None)
         assert group.failure is not None
+
+
+@pytest.mark.parametrize("request_", [MemberRequest(7), MemberRequest(GRADIENT, 1, number=3)])
+def test_a_follower_ends_the_group_if_it_does_not_understand_the_leader(
+    request_: MemberRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), followers(fail) as group:
+        group.links[0].ask(request_)
+        with pytest.raises(GroupEnded, match="a member of the group has ended"):
+            group.links[0].receive(torch.empty(1))
+    assert f"kind {request_.wanted} and weight {request_.number}, which is not understood" in caplog.text
+
+
+def test_a_follower_without_memory_ends_with_a_message() -> None:
+    def load(*_arguments: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nFrames: …")
+
+    sent: list[torch.Tensor] = []
+    link: Any = SimpleNamespace(send=sent.append)
+    with pytest.raises(ValueError, match=r"no memory for this member's rows of blocks 1:4: Default.* 9 bytes\.$"):
+        members._loaded(load, SPAN, link, members._Place(1, Deal.by_speed([1.0, 1.0])))
+    assert sent[0].tolist()[0] == LoadSign.FAILED and bytes(sent[1].tolist()).startswith(b"DefaultCPUAllocator")
 
 
 def test_the_leader_gives_up_a_follower_that_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,9 +237,12 @@ def test_followers_on_this_machine_end_if_another_cannot_be_started(monkeypatch:
     assert ended == [b""]  # its link is closed, and the leader has waited for its end
 
 
-def test_a_follower_on_this_machine_says_why_it_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [CheckpointError, ValueError])
+def test_a_follower_on_this_machine_says_why_it_cannot_load(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def follow(_load: object, _link: object) -> None:
-        raise CheckpointError("the file is gone")
+        raise kind("the file is gone")
 
     monkeypatch.setattr(members, "MemberLink", lambda *_ends: None)
     monkeypatch.setattr(members, "follow", follow)

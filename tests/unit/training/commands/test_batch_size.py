@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from swarm_models.out_of_memory import is_out_of_memory
 from swarm_training.commands import batch_size as batch_size_module
 from swarm_training.commands.batch_size import (
     BatchSizeLimits,
@@ -13,7 +14,6 @@ from swarm_training.commands.batch_size import (
     computing,
     find_batch_size,
     free_memory_bytes,
-    is_out_of_memory,
 )
 
 
