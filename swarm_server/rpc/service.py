@@ -48,24 +48,22 @@ class CallerChecks:
     Attributes:
         access: a private swarm's access control.
         origins: see ``address_of``.
-        client_of: returns the caller's peer id; tests replace it.
     """
 
     access: AccessControl | None = None
     origins: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    client_of: Callable[[_Context], str] = lambda context: peer_of(context.auth_context())
 
     def admit(self, context: _Context, role: Role = Role.CLIENT) -> Caller:
         """Return the client. Raise AccessDenied if it may not make calls that require this role."""
         self.membership(context, role)()
-        return Caller(self.client_of(context), address_of(context.peer(), self.origins))
+        return Caller(peer_of(context.auth_context()), address_of(context.peer(), self.origins))
 
     def membership(self, context: _Context, role: Role = Role.CLIENT) -> Callable[[], object]:
         """Return a check that raises AccessDenied if the client may not (or no longer) make calls of this role."""
         if self.access is None:
             return lambda: None
-        token = token_of(context.auth_context())
-        return partial(self.access.require, role, self.client_of(context), token)
+        auth = context.auth_context()
+        return partial(self.access.require, role, peer_of(auth), token_of(auth))
 
 
 class BlocksService:

@@ -12,7 +12,8 @@ from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, MIB, SERVER_OPTIONS
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
-from swarm_server.rpc.service import BlocksService, CallerChecks
+from swarm_server.rpc.service import BlocksService
+from tests.unit.server.rpc.any_caller import AnyCaller
 from tests.unit.support import run
 
 METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
@@ -30,9 +31,8 @@ def asked(
         server = grpc.aio.server(options=SERVER_OPTIONS)
         arrivals = Arrivals(stall_timeout_s=60.0, min_bytes_per_s=100 * MIB)
         record = pb.ServerRecord(model="model")
-        callers = CallerChecks(client_of=lambda _context: "client")
         rest = {"signer": None, "judge": None, "offering": None}
-        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, callers, **rest)
+        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, AnyCaller(), **rest)
         add_service(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

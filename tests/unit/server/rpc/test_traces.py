@@ -11,8 +11,9 @@ from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.telemetry.tracing import tracing
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.registration import add_service
-from swarm_server.rpc.service import BlocksService, CallerChecks
+from swarm_server.rpc.service import BlocksService
 from tests.unit.recorded import Recorded, parent_id, recorded, span_id
+from tests.unit.server.rpc.any_caller import AnyCaller
 from tests.unit.support import run, server_record
 
 REFUSED = pb.SessionRequest(open=pb.Open(session_key=b"a key"))  # by a server that hosts nothing
@@ -23,9 +24,10 @@ def called(is_traced: bool) -> Recorded:
 
     async def scenario() -> None:
         server = grpc.aio.server()
-        callers = CallerChecks(client_of=lambda _context: "client")
         rest = {"signer": None, "judge": None, "offering": None}
-        add_service(BlocksService(lambda: None, lambda: pb.ServerRecord(), 60.0, Arrivals(), callers, **rest), server)
+        add_service(
+            BlocksService(lambda: None, lambda: pb.ServerRecord(), 60.0, Arrivals(), AnyCaller(), **rest), server
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
