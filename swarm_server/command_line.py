@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 Command = Callable[[], None]
 Train = Callable[[argparse.Namespace], Command]  # returns the command for `--train`; raises ValueError
+# The flags of each other mode. The first flag of a list selects the mode, see ``_require_only``.
 _TRAIN_FLAGS = [
     *("train", "then-serve", "quant", "blocks", "initial-blocks", "memory", "device", "host", "port", "dht-port"),
     *("report", "announce-address", "initial-peers", "identity", "membership", "log-level", "log-format", "config"),
@@ -57,7 +58,7 @@ _FOLLOW_FLAGS = [
     *("follow", "group-key", "model", "gguf-file", "revision", "quant", "dtype", "weight-cache", "no-weight-cache"),
     *("log-level", "log-format", "config"),
 ]
-LEAVE_S = 20.0  # for all that must be done after draining
+LEAVE_S = 20.0  # for what a server does after draining, such as withdrawing its record
 # Objects between two collections of the youngest. A batch of steps makes more than the default of 700, and frees them
 # itself. Where cycles keep much memory, ``HeapTrimmer`` collects sooner.
 _NEW_OBJECTS = 10_000
@@ -299,7 +300,7 @@ def read_config(args: argparse.Namespace) -> ServerConfig:
     for peer in args.initial_peers:
         check_peer(peer)
     hosting = _HOSTING.values(args)
-    if args.group is not None:
+    if args.group is not None:  # without --group-size, a group with a name is a pair
         hosting["group_size"] = max(2, args.group_size)
     return ServerConfig(model=named_model(args), **_FILES.values(args), **hosting)
 
@@ -318,7 +319,7 @@ def require_follow_flags(argv: list[str]) -> None:
 
 
 def _require_only(typed_here: set[str], allowed: Sequence[str]) -> None:
-    """Raise ValueError if another flag was given than those that the first of the ``allowed`` ones goes with."""
+    """Raise ValueError if a flag was given that is not ``allowed`` together with the first allowed one."""
     first, *others = (f"--{flag}" for flag in allowed)
     if wrong := sorted(f"--{flag}" for flag in typed_here.difference(allowed)):
         raise ValueError(

@@ -26,9 +26,9 @@ from swarm_server.node.joining import SwarmMembership, join
 from swarm_server.placement.group_leader import chosen_leader
 
 _logger = logging.getLogger(__name__)
-_MEET_S = 20.0  # for which a member waits for others before it leads those that are there
+_MEET_S = 20.0  # how long a member waits for the others before it leads those that have come
 _LOOK_S = 1.0
-_REACH_S = 10.0  # for a leader to answer that the swarm names
+_REACH_S = 10.0  # for the leader that the swarm names to answer
 _RETRY_S = 5.0  # between two attempts to join the swarm again
 
 
@@ -36,9 +36,11 @@ class GroupProcess:
     """A member of a group on several machines, until its process ends."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Be a member as ``config`` says. Raise ValueError if the device, the address or the key cannot be used.
+        """Prepare to be a member as ``config`` says.
 
-        Raise CheckpointError or UnsupportedModel if the model cannot.
+        Raises:
+            ValueError: the device, the address or the key cannot be used.
+            CheckpointError, UnsupportedModel: the model cannot be used.
         """
         assert config.group_key is not None, "the configuration has been checked"
         self._config = config
@@ -47,9 +49,9 @@ class GroupProcess:
         self._leader = None if config.group_listen is None else self._new_leader(config.group_listen)
 
     def lead(self, loop: asyncio.AbstractEventLoop) -> GroupLeader | None:
-        """Return how to lead the group once this process should; follow until then. Return None after a signal.
+        """Follow other leaders until this process should lead the group, and return its leader; None after a signal.
 
-        The leader that has ended may be the only peer through which the swarm can be joined: wait until it is back.
+        If the swarm could be joined only through a leader that has ended, wait until that leader is back.
 
         Raises:
             FollowerLeftOut: the group is faster without this process, which is no member of it any more.
@@ -76,14 +78,14 @@ class GroupProcess:
             self._leader.close()
 
     async def _leader_elsewhere(self) -> str | None:
-        """Meet the other members in the swarm, and return the address of the one to follow; None: lead."""
+        """Meet the other members in the swarm. Return the address of the leader to follow, or None to lead."""
         config = self._config
         assert config.group is not None
         async with AsyncExitStack() as cleanup:
             access = server_access(config)
             cleanup.callback(access.release)
             membership = await join(config, access, cleanup)
-            # Members that start together may each have begun a swarm of its own.
+            # Members that start together may each have begun a swarm of their own, which this task merges.
             keeping: asyncio.Task[None] = asyncio.ensure_future(repeat(partial(_keep, membership), (_LOOK_S, _LOOK_S)))
             cleanup.push_async_callback(end_tasks, [keeping])
             if self._leader is None:
@@ -106,6 +108,7 @@ class GroupProcess:
                 await asyncio.sleep(_LOOK_S)
 
     def _follow(self, address: str) -> bool:
+        """Follow the leader at this address until it ends. Return False after a signal."""
         config = self._config
         checkpoint = ModelCheckpoint.open(locate(config.model), config.model_revision)
         follower = Follower(address, self._key, self._hello, follower_loader(config, checkpoint))
@@ -116,7 +119,7 @@ class GroupProcess:
 
 
 async def _keep(membership: SwarmMembership) -> None:
-    await membership.keep()
+    await membership.keep()  # its result is dropped, because ``repeat`` would end with it
 
 
 def _revision(config: ServerConfig) -> str:

@@ -17,11 +17,18 @@ UNUSED_S = 120.0  # after this time, an unused entry is dropped
 
 @dataclass(eq=False)
 class Entry:
+    """A value in the store, and the client whose share it counts in.
+
+    Attributes:
+        num_users: how many contexts use the value now; the store drops only unused entries.
+        dropping: the timer that drops an unused entry.
+    """
+
     value: object
     size_bytes: int
     owner: Caller
     num_users: int = 0
-    dropping: asyncio.TimerHandle | None = None  # the timer of an unused entry
+    dropping: asyncio.TimerHandle | None = None
 
     def resize(self, more_bytes: int) -> None:
         self.size_bytes += more_bytes
@@ -128,6 +135,7 @@ class SharedStore:
     def _unused(self, client: Caller, size_bytes: int) -> bytes | None:
         """Return the unused entry to drop: the client's own if it exceeds a fair part, else the largest holder's."""
         unused = {key: entry.owner for key, entry in self._entries.items() if not entry.num_users}
+        # A fair part is an equal part for each client that has entries, and for this one.
         owners = {entry.owner.peer_id for entry in self._entries.values()} | {client.peer_id}
         if self._shares.held(client) + size_bytes > self.capacity_bytes / len(owners):
             unused = {key: owner for key, owner in unused.items() if owner.peer_id == client.peer_id}

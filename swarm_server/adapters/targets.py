@@ -85,6 +85,7 @@ def _place(index: int, path: str) -> str:
 
 def _is_linear(block: nn.Module, path: str) -> bool:
     """Return whether this is a whole linear layer, which several devices may hold together."""
+    # The parts of a split layer are in a list inside it, two levels below.
     module, above = block.get_submodule(path), block.get_submodule(".".join(path.split(".")[:-2]))
     if isinstance(above, SplitLinear):
         return False

@@ -97,7 +97,7 @@ def _filled(linear: nn.Linear, kinds: Mapping[str, StoredTensor], dtype: torch.d
 
 
 def _room(stored: StoredTensor) -> tuple[bool, int]:
-    """Return a sort key by the memory that reading takes: the last tensors are read beside all others, packed."""
+    """Return a sort key by the memory that reading takes: large tensors are read first, beside few packed ones."""
     return not stored.has_tiles, stored.size_bytes
 
 

@@ -70,7 +70,7 @@ class WeightCache:
         path = self._path(key)
         try:
             weight = _read(path, key, kind, shape)
-            os.utime(path)
+            os.utime(path)  # the cache evicts the files with the oldest times first
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -103,7 +103,7 @@ class WeightCache:
         self._total_bytes += size_bytes
 
     def _path(self, key: str) -> Path:
-        return self._directory / f"{key[:40]}{_SUFFIX}"
+        return self._directory / f"{key[:40]}{_SUFFIX}"  # the header has the whole key
 
     def _make_room(self, size_bytes: int) -> bool:
         """Delete the least recently used files, but none that this server has used; return whether there is room."""

@@ -64,4 +64,4 @@ class KnownRevocations:
                 partial.write_bytes(b"".join(base64.b64encode(data) + b"\n" for data in known.values()))
         except OSError as error:
             _logger.info("revocations cannot be kept on disk: %s", error)
-        self._saved = set(known)
+        self._saved = set(known)  # also after an error, which is therefore logged once for each change

@@ -28,7 +28,7 @@ _AT_LEAST_ONE = (
     *("num_blocks", "memory_bytes", "cache_tokens", "cache_bytes", "adapter_bytes", "incoming_bytes"),
     *("chunk_tokens", "max_sessions", "group_size"),
 )
-_AT_LEAST_NONE = ("relay_bytes_per_s", "weight_cache_bytes", "kv_offload_memory_bytes", "kv_offload_disk_bytes")
+_AT_LEAST_ZERO = ("relay_bytes_per_s", "weight_cache_bytes", "kv_offload_memory_bytes", "kv_offload_disk_bytes")
 MOST_MEMBERS = 16  # of a group
 
 
@@ -137,7 +137,7 @@ class ServerConfig:
                 raise ValueError(f"{name} {port} is no port: expected 0 to 65535")
 
     def _check_sizes(self) -> None:
-        for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_NONE)):
+        for least, names in ((1, _AT_LEAST_ONE), (0, _AT_LEAST_ZERO)):
             for name in names:
                 value = getattr(self, name)
                 if value is not None and value < least:

@@ -23,7 +23,7 @@ class Follower:
     """A follower of one leader, which holds rows of the leader's blocks."""
 
     def __init__(self, address: str, key: bytes, hello: Hello, make_loader: MakeLoader) -> None:
-        """Follow the leader at HOST:PORT with the group's ``key``. ``hello``: how this process computes."""
+        """Prepare to follow the leader at HOST:PORT with the group's ``key``. ``hello``: how this process computes."""
         self._address, self._key, self._hello, self._make_loader = address, key, hello, make_loader
 
     def follow_for_ever(self) -> None:
@@ -35,7 +35,7 @@ class Follower:
         """
 
         def work() -> None:
-            with self._make_loader() as load:  # in this thread, whose number of threads it sets
+            with self._make_loader() as load:  # in this thread: torch keeps the number of threads for each caller
                 while True:
                     self._follow_once(load, inf)
                     _logger.info("the group has ended; this follower waits for the leader at %s", self._address)

@@ -31,7 +31,8 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
-_BACK_S = 600.0  # for which a slow follower is left out, or none comes after one that did not pay
+# A slow follower is left out for so long. A group that left out followers is not formed again before.
+_BACK_S = 600.0
 _BACKOFF = Backoff(first_s=30.0, most_s=3600.0)  # for the machine of a follower that has failed
 
 
@@ -76,10 +77,10 @@ class GroupLeader:
         """
         self._config, self._lobby, self._key, self._clock = config, lobby, key, clock
         self._group: RemoteGroup | None = None  # the last one
-        self._tried: Sequence[MemberLink] = ()  # with which the last group should be formed
+        self._tried: Sequence[MemberLink] = ()  # the followers of the last attempt to form a group
         self._left_out: dict[str, _LeftOut] = {}  # by names of followers, and by the machines of those that have failed
-        self._told: set[MemberLink] = set()  # followers that wait and know that they are left out
-        self._again_s = -inf  # before which no group forms for the sake of those who wait
+        self._notified: set[MemberLink] = set()  # waiting followers that were sent the reason why they are left out
+        self._again_s = -inf  # the earliest time to end the group so that waiting followers can join it
 
         if config.group is None:
             self.lead()
@@ -92,12 +93,12 @@ class GroupLeader:
         self._lobby.open()
 
     def give_way(self) -> None:
-        """Let all followers go that wait, and let no others in, because another process leads or may lead."""
+        """Dismiss the waiting followers and admit no others, because another process leads or may lead."""
         self.leads = False
         self._lobby.shut()
 
     def close(self) -> None:
-        """Lead no group any more, and let nobody in."""
+        """Stop leading, and admit nobody any more."""
         self._lobby.close()
 
     def candidate(self) -> GroupCandidate:
@@ -105,7 +106,7 @@ class GroupLeader:
         return GroupCandidate(self._lobby.name, self._lobby.address, self.leads)
 
     async def keep_announced(self, dht: Dht, token: bytes) -> None:
-        """Tell others of the named group that this process leads it, until it gives way to another leader."""
+        """Announce to the named group that this process leads it, until it gives way to another leader."""
         if self._config.group is None:
             return
         registry, own = dht.candidates(self._config.group, self._key, token), self.candidate()
@@ -144,7 +145,7 @@ class GroupLeader:
         return self._group
 
     def should_form_again(self) -> bool:
-        """Return whether a follower waits that could join the group, or another leader that this one should follow."""
+        """Return whether the group should end, so that a waiting follower joins or this leader follows another."""
         if not self.leads:
             return True
         if self._group is None or self._group.links.members >= self._config.group_size:
@@ -159,7 +160,7 @@ class GroupLeader:
             try:
                 judge(payoff.of(chosen or everybody), self._config.group_always)
             except GroupRefused as error:
-                _dismiss_all(links, Dismissal.WAIT, str(error))  # for a leader that forms it anyway
+                _dismiss_all(links, Dismissal.WAIT, str(error))  # for a leader that has --group-always
                 raise
         left_out = [links[number] for number in set(everybody) - set(chosen)]
         if left_out:
@@ -187,14 +188,14 @@ class GroupLeader:
     def _eligible(self) -> list[MemberLink]:
         """Return the followers that may join the group. Send each other waiting follower the reason why it may not."""
         now_s, waiting, links = self._clock(), self._lobby.waiting(), []
-        self._told &= set(waiting)
+        self._notified &= set(waiting)
         for link in waiting:
             left_out = [self._left_out[key] for key in (link.name, link.host) if key in self._left_out]
             longest = max(left_out, key=lambda each: each.until_s, default=None)
             if longest is None or longest.until_s <= now_s:
                 links.append(link)
-            elif link not in self._told:
-                self._told.add(link)
+            elif link not in self._notified:
+                self._notified.add(link)
                 longest.dismiss(link, now_s)
         return links[: self._config.group_size - 1]
 

@@ -23,7 +23,7 @@ from swarm_server.group.group_key import KEY_BYTES
 from swarm_server.group.links import GroupEnded, MemberLink, NotSealed, shut_down
 
 _PROGRAM = b"swarm-group-"
-_MAGIC = _PROGRAM + b"5\n"
+_MAGIC = _PROGRAM + b"5\n"  # the version of links and of their requests
 _PUBLIC_BYTES = 32  # of an X25519 key
 _HELLO_BYTES = 512
 _HANDSHAKE_S = 10.0
@@ -88,7 +88,7 @@ class Deadline(threading.Timer):
 def shake_hands(
     connection: socket.socket, group_key: bytes, hello: Hello, *, leads: bool, host: str = ""
 ) -> MemberLink:
-    """Return the encrypted link through a new connection; it has the other member's name, and its machine ``host``.
+    """Return the encrypted link through a new connection, with the name and the machine (``host``) of the other member.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
     Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
@@ -132,7 +132,8 @@ def _link_keys(connection: socket.socket, group_key: bytes, leads: bool) -> tupl
     try:
         shared = private.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:
-        raise HandshakeFailed("the other end sent a public key that is none") from None
+        raise HandshakeFailed("the other end sent bytes that are no X25519 public key") from None
+    # Both ends hash the same bytes: the leader's public key is always the first.
     salt = hashlib.sha256(_MAGIC + (public + theirs if leads else theirs + public)).digest()
     both = HKDF(hashes.SHA256(), 2 * KEY_BYTES, salt, b"leader and follower").derive(shared + group_key)
     of_leader, of_follower = both[:KEY_BYTES], both[KEY_BYTES:]

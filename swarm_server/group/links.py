@@ -195,7 +195,7 @@ class MemberLink:
         _require(self._library.swarm_seal_link(self.handle, sending_key, receiving_key))
 
     def accept(self, name: str, host: str) -> None:
-        """Take the other end for the member of this name and machine, which may take the usual time from now on."""
+        """Record the other member's name and machine, and end the shorter time limit of the handshake."""
         self.name, self.host = name, host
         self.limit(LIMIT_S)
 

@@ -137,7 +137,7 @@ class LocalGroup:
 
 
 def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
-    """Tell the followers their shares, and return the leader's links of the group. Raise GroupEnded if one is gone."""
+    """Send the followers their shares, and return the leader's links of the group. Raise GroupEnded if one is gone."""
     for member, link in enumerate(links, start=1):
         with link.blamed("join the group"):
             link.ask(MemberRequest(FORM, member, deal.members))
@@ -146,7 +146,7 @@ def formed_links(links: Sequence[MemberLink], deal: Deal) -> LeaderLinks:
 
 
 def dismiss(link: MemberLink, dismissal: Dismissal, reason: str) -> None:
-    """Tell a follower that waits for a request why it has no place, and what to do. It may have ended meanwhile."""
+    """Send a waiting follower the reason why it has no place, and what to do. It may have ended meanwhile."""
     text = _as_bytes(reason)
     with suppress(GroupEnded):
         link.ask(MemberRequest(DISMISS, len(text), dismissal))
@@ -183,7 +183,7 @@ def load_together(links: LeaderLinks, span: Span, load: LoadSpan) -> Any:
         loaded = load(span, splitter.split_)
     except Exception:  # raised again
         with suppress(GroupEnded), links.exchange():  # followers may fail as the leader does, whose error says why
-            for digest in digests:  # which would be taken for those of the next span
+            for digest in digests:  # digests that stay on a link would be taken for those of the next span
                 digest.result()
         raise
     _logger.info("waiting for the other members of the group to load blocks %s", span)
@@ -259,8 +259,9 @@ def _detached(duplicate: Any) -> int:
 
 def _follow(make_loader: MakeLoader, connection: socket.socket, memory_file: int) -> None:
     """Hold rows of the leader's spans and multiply with them until the leader ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which terminals send to all processes: the leader
-        signal.signal(number, signal.SIG_IGN)  # drains, and then closes the links
+    # Terminals send signals to all processes. A follower stays while the leader drains, and ends with its link.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     link = MemberLink(connection, memory_file, 1)
     os.close(memory_file)
     try:

@@ -16,7 +16,7 @@ from swarm_server.group.links import GroupEnded, MemberLink, MemberRequest
 from swarm_server.group.split_weight import SPEED
 from swarm_server.machine.memory import available_bytes
 
-QUANTS = ("int8", "int4")  # of a group, by the number that requests for the speed have
+QUANTS = ("int8", "int4")  # of groups; a request for the speed has the index
 EXCHANGES = 4  # of a block, see docs/how-to/group.md
 _ROWS, _WIDTH = 12288, 8192  # of the weight that is measured: larger than the caches of a processor
 _MEASURE_S = 0.3
@@ -119,7 +119,7 @@ def reading_bytes_per_s(number: int) -> float:
     """Measure how many bytes of weights this process reads per second in products of one row, with all its threads."""
     weight, x = _some_weight(number), torch.ones(1, _WIDTH)
     best_s, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < _MEASURE_S or best_s == float("inf"):
+    while time.perf_counter() - start < _MEASURE_S or best_s == float("inf"):  # the fastest: others may use the CPU
         began = time.perf_counter()
         weight.matmul(x)
         best_s = min(best_s, time.perf_counter() - began)

@@ -134,7 +134,7 @@ class Lobby:
 
     def _receive(self, connection: socket.socket, host: str) -> None:
         """Greet the other end in a thread of its own, because it may be silent. The oldest of too many must go."""
-        with self._lock:  # else the lobby could be shut between the look and the greeting
+        with self._lock:  # so that ``shut`` either prevents this greeting or ends it
             is_open, too_many = self._is_open, self._greeted[: max(0, len(self._greeted) + 1 - _MOST_GREETED)]
             if is_open:
                 self._greeted.append(connection)

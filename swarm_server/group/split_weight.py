@@ -34,7 +34,7 @@ class SplitWeight(QuantizedWeight):
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(len(x), self.shape[0], dtype=torch.float32)
         for inputs, outputs in zip(x.contiguous().split(_MOST_ROWS), y.split(_MOST_ROWS), strict=True):
-            if len(inputs):
+            if len(inputs):  # ``split`` makes one empty part of no rows
                 self.links.matmul(self.number, inputs, self.own, outputs)
         return y
 

@@ -1,4 +1,4 @@
-"""Measurement of the network between this server and other servers of the swarm, but no one else."""
+"""Measurement of the network between this server and other servers of the swarm; strangers are never contacted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ECHO_TIMEOUT_S = 10.0
 _ECHOES = 2  # of each size
 _SHORTEST_OF = 8  # round trips
 _QUICK_S = 0.1  # sending a payload must take longer than round trips vary
-_LEAST_S = 1e-5
+_LEAST_S = 1e-5  # of a payload that seems to take no time
 _MAX_ECHOES = 2  # servers whose bandwidth is measured
 _ECHO_EVERY = 10  # rounds between two measurements of the bandwidth
 _WORTH_ANNOUNCING = 0.25  # relative: a smaller change is noise, which must not make servers move
@@ -55,8 +55,8 @@ class NetworkProbe:
         bytes_per_s: the bandwidth of the slower direction to the best server measured; 0 before the first measurement.
     """
 
-    def __init__(self, neighbours: ChannelPool) -> None:
-        self._channels = neighbours
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
         self._chance = random.Random()
         self._num_rounds = 0
         self._silent: dict[str, float] = {}  # the expiry times of silent servers' records, by peer id
@@ -76,6 +76,7 @@ class NetworkProbe:
         answered.sort(key=lambda answer: answer[0])
         self.rtts_s = {server.peer_id: rtt_s for rtt_s, server in answered[:MAX_ANNOUNCED]}
         if self._num_rounds % _ECHO_EVERY == 0 or not self.bytes_per_s:
+            # The last server of a chain has no next ones, and then measures the way to any others.
             near = [server for _, server in answered] or self._chance.sample(others, min(len(others), _MAX_ECHOES))
             await self._measure_bytes(near[:_MAX_ECHOES])
         self._num_rounds += 1
@@ -129,7 +130,7 @@ class NetworkProbe:
             self.bytes_per_s = best
 
     async def _bytes_per_s(self, server: ServerRecord) -> float:
-        """Return the bandwidth of the slower direction, or 0 if the server does not answer.
+        """Return the bandwidth of the slower direction in bytes per second, or 0 if the server does not answer.
 
         Each payload is sent twice, the first time to widen TCP's window. A larger one follows only if that is quick.
         Round trips are measured equally often: other traffic may delay one, and then bytes would seem to take no time.

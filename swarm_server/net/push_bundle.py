@@ -68,7 +68,7 @@ class PushStream:
 
     async def _read(self) -> None:
         async for message in self._call:
-            for step in message.steps if message is not None else ():
+            for step in message.steps if message is not None else ():  # gRPC gives None for bytes that are no message
                 taken = self._waiting.pop((step.push_key, step.number), None)
                 if taken is not None:
                     _set(taken, not step.lost)

@@ -94,10 +94,10 @@ def claimed(host: str, port: int) -> Iterator[None]:
 
 
 def _name_taken(name: str) -> AbstractContextManager[object]:
-    """Return a context for a name that no other process of this machine, or of this user outside Linux, has taken.
+    """Take a name on this machine, and return the context that holds it. Outside Linux, each user has own names.
 
     Raises:
-        OSError: another process has taken it.
+        OSError: another process has taken the name.
     """
     if sys.platform == "linux":
         named = socket.socket(socket.AF_UNIX)

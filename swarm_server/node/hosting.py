@@ -98,7 +98,7 @@ def load_parts(
     ``then`` is called with each module once its linear layers are quantised, ``progress`` with the index of each block.
     """
     report, quant, cache = Report(config.quant), config.quant, WeightCache(config.weight_cache_bytes)
-    int8_weight = KernelWeight if config.is_in_group else None  # the others cannot be split
+    int8_weight = KernelWeight if config.is_in_group else None  # others cannot be split between members
     layers = {device: PackedLayers(cache, quant, device, dtype, checkpoint.family, int8_weight) for _, device in parts}
 
     def prepare(device: torch.device, block: torch.nn.Module, index: int) -> None:
@@ -203,7 +203,7 @@ class SpanLoader:
         counters: Counters,
         leader: GroupLeader | None = None,
     ) -> None:
-        """Set what to load. ``leader``: of a group on several machines."""
+        """Create the loader. ``leader``: the leader of a group on several machines, if there is one."""
         self._config = config
         self._leader = leader
         self._counters = counters
@@ -213,9 +213,10 @@ class SpanLoader:
         self._dtype = dtype
         self._group: LocalGroup | RemoteGroup | None = None  # started with the first span
         self._closed = threading.Event()
-        self._group_lock = threading.Lock()
+        self._group_lock = threading.Lock()  # a group is formed once, and loads one span at a time
         products = described(config.quant, devices[0], dtype, is_in_group=config.is_in_group)
         stored = [] if config.kv_quant == "none" else [f"keys and values in {config.kv_quant}"]
+        # Everything that the speed of a block depends on; see ``SpeedCache``.
         self._setting = [checkpoint.name, checkpoint.revision, products, *stored, str(dtype), hardware_name(devices)]
         self._prefetching: dict[Span, asyncio.Task[Stack]] = {}
 
@@ -297,7 +298,7 @@ class SpanLoader:
             engine.hidden_size,
             max_positions(self._checkpoint.config),
             self._checkpoint.family.position_axes,
-            max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else one piece per prompt
+            max_step_tokens=chunk_tokens if engine.chunks_prompts else 1 << 31,  # else a prompt is one step
             joins=sees(self._checkpoint.whole_config) and await asyncio.to_thread(can_join, engine),
         )
         named = await asyncio.to_thread(load_adapters, config.adapters, self._checkpoint.family, engine, span)

@@ -167,6 +167,7 @@ async def join(config: ServerConfig, access: SwarmAccess, cleanup: AsyncExitStac
         given = (*config.initial_peers, *discovered())
         joined_through = given or registry.read()
         host = await asyncio.to_thread(_host, config, given, [] if given else joined_through)
+        # An announced multiaddr contains the port, so it must be known before libp2p listens.
         port = config.dht_port or (free_port(host) if announce_host else 0)
         cleanup.enter_context(claimed(host, port))
 

@@ -83,7 +83,7 @@ class RecordPublisher:
         return self._state.runtime.host if isinstance(self._state, Serving | Draining) else None
 
     def is_quiet(self) -> bool:
-        """Return whether blocks are hosted, and there are no sessions, no work, and no passes of training kept."""
+        """Return whether blocks are hosted without any sessions, waiting work, or kept training passes."""
         sessions = self.sessions
         if sessions is None or sessions.num_sessions:
             return False
@@ -146,7 +146,8 @@ class RecordPublisher:
             except SwarmError as error:
                 return error
             await self._membership.keep()
-            if not await self._dht.publish(self.record()):  # a record that still waits for the old daemon is in the way
+            # The first attempt may be late: a publication that waits for the old daemon is before it.
+            if not await self._dht.publish(self.record()):
                 await self.publish()
             return None
 

@@ -98,14 +98,15 @@ def group_proposal(
     """
     near = [server for server in near if server.peer_id in links]
     to_near = [links[server.peer_id] for server in near]
-    exchanged_bytes = 2 * _BYTES * hidden_size
+    exchanged_bytes = 2 * _BYTES * hidden_size  # about the inputs and outputs of a product, as ``measured`` sends them
+    # Bytes of weights per second: a step of one session reads the weights of a block once.
     rates = tuple(block_bytes * _block_rate(server) for server in (own, *near))
     payoff = Payoff(
         block_bytes,
         tuple(link.rtt_s for link in to_near),
         tuple(link.rtt_s + exchanged_bytes / link.bytes_per_s for link in to_near),
         rates,
-        free_bytes=(inf,) * len(rates),
+        free_bytes=(inf,) * len(rates),  # unknown, and not needed for the choice
     )
     followers = payoff.best_followers(MOST_MEMBERS - 1)
     payoff = payoff.of(followers)

@@ -24,7 +24,7 @@ from swarm_protocol.span import Span
 
 EQUAL = 1e-6  # relative: numbers that differ less count as equal
 _NUDGE = 1e-9
-_NUMBERS_AT_ONCE = 1 << 21
+_NUMBERS_AT_ONCE = 1 << 21  # of layouts that are compared at the same time: 16 MiB
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
         )
         num_outside = outside.sum(1)
         ratios = np.maximum(0, speed - speed_inside) / np.maximum(1, num_outside)
-        ratios[ratios < 1e-9 * speed] = 0.0
+        ratios[ratios < 1e-9 * speed] = 0.0  # the rounding of sums hides blocks that nobody holds
         proper = num_outside > 0
         bottlenecks[active[proper]] = outside[proper]
         lower = proper & (ratios < throughputs[active] * (1 - EQUAL / 10))

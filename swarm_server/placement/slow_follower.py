@@ -12,7 +12,7 @@ BUSY_S = 0.5  # of products in a window; a window with less says nothing
 
 
 def slowdown(shares: Sequence[float], times_s: Sequence[float], member: int) -> float:
-    """Return how many times as long the group's products take as they would without this follower.
+    """Return the time of the group's products, divided by their time without this follower.
 
     ``shares``: each member's part of the rows. ``times_s``: the time of the leader's own rows, and of waiting for each
     follower. Without the follower, the leader would have more rows, in proportion. Infinite if the group did nothing

@@ -62,8 +62,8 @@ class Reach:
         self._reservations: dict[str, RelayReservation] = {}  # by the relay's peer id
         self._failed: dict[str, float] = {}
         self._peer_address = ""  # of the libp2p daemon, for others
-        self._takes_tunnels = False  # others reach the libp2p daemon, though not gRPC
-        self._asked_s = -inf
+        self._takes_tunnels = False  # others reach the libp2p daemon but not gRPC, so that tunnels need no relay
+        self._asked_s = -inf  # when others were last asked whether they reach this server
         self._wake, self._attached = asyncio.Event(), asyncio.Event()
         self.is_reachable = config.relay != "always" and dht.serves_others
         self._wants_relays = not self.is_reachable  # some members do not reach it

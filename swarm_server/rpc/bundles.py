@@ -123,7 +123,7 @@ class StepTasks:
         self._of_client: dict[str, int] = {}
         self._without_task = 0
         self._idle = asyncio.Event()
-        self._failing: set[asyncio.Task[None]] = set()
+        self._failing: set[asyncio.Task[None]] = set()  # the event loop itself keeps only weak references
 
     def add(
         self,
@@ -206,7 +206,7 @@ class StepTasks:
         could_be = False
         try:
             with logged_errors(_logger, "a client could not be told that its step failed"):
-                could_be = await _has_told(step.hosted, step.request, error)
+                could_be = await _report_failure(step.hosted, step.request, error)
         finally:
             self._count_out_without_task([step])
         step.done(could_be)
@@ -228,7 +228,7 @@ class StepTasks:
                     raise RequestRejected("a step in a bundle is incomplete")
             return True
         except Exception as error:  # the other sessions of the stream continue
-            return await _has_told(hosted, step, error)
+            return await _report_failure(hosted, step, error)
 
 
 def _by_arrivals(steps: Sequence[BundledStep]) -> dict[Arrivals, list[BundledStep]]:
@@ -244,8 +244,8 @@ def _give_back(steps: Sequence[BundledStep]) -> None:
         arrivals.give_back(sum([step.size_bytes for step in together]))
 
 
-async def _has_told(hosted: HostedSession, step: pb.Step, error: BaseException) -> bool:
-    """Tell the client why its step failed, and return False; True if the session's own stream has said it."""
+async def _report_failure(hosted: HostedSession, step: pb.Step, error: BaseException) -> bool:
+    """Report to the client why its step failed, and return False; True if the session's own stream has reported it."""
     if not isinstance(error, RequestRejected):
         if hosted.closed:
             return True

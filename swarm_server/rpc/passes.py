@@ -166,6 +166,7 @@ async def _read_grad(
     validator: RequestValidator, incoming: Incoming, shape: Sequence[int], request: ExitStack
 ) -> torch.Tensor:
     message = (await incoming.first("grad")).grad
+    # A stranger's shape may have very many numbers, which are not copied.
     if len(message.shape) != len(shape) or tuple(message.shape) != tuple(shape):
         raise RequestRejected(
             f"gradient has shape {shown_shape(message)}: expected that of the hidden states, {list(shape)}"
@@ -208,7 +209,7 @@ async def _read(
     adapter = uses.enter_context(services.adapters.using(message.adapter)) if message.HasField("adapter") else None
     inputs = _block_input(validator, message, await incoming.collect(arriving, request))
     dropout = Dropout(message.dropout_seed) if message.dropout_seed else None
-    trains_adapter = message.adapter.WhichOneof("kind") == "key"
+    trains_adapter = message.adapter.WhichOneof("kind") == "key"  # the client's own; adapters with names stay as loaded
     if message.sign and (adapter is not None or dropout is not None or len(inputs.hidden) != 1):
         raise RequestRejected("statements are made about one row, computed without an adapter")
     return _Pass(blocks, inputs, adapter, dropout, trains_adapter, message.keep_key, message.sign, message.codec)
@@ -247,6 +248,6 @@ def _in_parts(
     kept: bool = False,
     summed: bool = False,
 ) -> list[pb.TensorReply]:
-    """Return the messages of an encoded tensor. The first one also has what else the client is to know."""
+    """Return the messages of an encoded tensor. The first one also carries the statement and the flags."""
     first = pb.TensorReply(output=wire, statement=statement, kept=kept, summed=summed)
     return [first, *(pb.TensorReply(more=part) for part in parts)]

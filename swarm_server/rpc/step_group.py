@@ -89,7 +89,7 @@ class StepGroup:
         scheduler.start(hosted.session, session_step, deliver, *hosted.names, is_background=hosted.is_background)
 
     def _deliver(self, scheduler: Scheduler, steps: Sequence[BundledStep], results: Results) -> None:
-        """End the steps. ``results``: for each step, or for all."""
+        """End the steps. ``results``: a list with one result for each step, or one result for all steps."""
         if isinstance(results, list):
             for step, result in zip(steps, results, strict=True):
                 self._deliver(scheduler, [step], result)

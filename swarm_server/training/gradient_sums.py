@@ -75,6 +75,7 @@ class GradientSums:
         key, size_bytes = _key(summand.key, client), sum(grad.nbytes for grad in grads)
         if size_bytes > self._store.share_bytes // _SHARE:
             return False
+        # Room is taken for one more list of gradients. Once the sum is in the store, its entry counts what it holds.
         try:
             self._store.take(size_bytes, client)
         except PeerBusy:

@@ -85,7 +85,7 @@ class Offering:
         self._stopped = False
         self._hashes = hashes or FileHashes(is_stopped=lambda: self._stopped)
         self._offered: _Offered | None = None
-        self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # the places of these bytes, by digest
+        self._pieces: dict[bytes, list[tuple[SharedFile, int]]] = {}  # files with the index of a piece, by its digest
         self._budget = BandwidthBudget(self._bytes_per_s, _BURST_S)
         self._places = Places("pieces of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
         self._offers = Places("offers of weights being sent", _MAX_SENT, _MAX_SENT_TO_ONE)
