@@ -290,7 +290,6 @@ class SpanLoader:
         meter = Meter(speeds, len(span), None if config.throughput else self._speed_cache.write)
         engine.report_to(meter, self._counters)
         chunk_tokens = self._chunk_tokens(engine, budget)
-        scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         validator = RequestValidator(
             self._checkpoint.name,
             self._checkpoint.revision,
@@ -306,6 +305,8 @@ class SpanLoader:
         evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim_by(lambda: training.reclaim() or evict())
+        # This starts the compute thread, which keeps the blocks in memory until it is stopped: nothing may fail after it.
+        scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         services = SpanServices(
             engine, scheduler, budget, validator, neighbours, training, adapters, offload, counters=self._counters
         )

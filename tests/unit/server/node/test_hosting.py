@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,26 @@ def test_a_span_on_two_devices(quant: str, tmp_path: Path, caplog) -> None:
         asyncio.run(scenario())
     assert "blocks 1:3 are on cpu, blocks 3:5 are on cpu" in caplog.text
     assert "blocks 1:5 loaded" in caplog.text
+
+
+def test_blocks_that_cannot_be_served_leave_no_thread_that_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("the adapter is gone")
+
+    async def scenario() -> None:
+        with CoreShare() as cores:
+            config, checkpoint = ServerConfig(model=str(tmp_path), throughput=5.0), ModelCheckpoint.open(tmp_path)
+            loader = SpanLoader(config, checkpoint, cores, (CPU,), torch.float32, Counters())
+            with pytest.raises(OSError, match="the adapter is gone"):
+                await loader.start(await loader.load(Span(0, 1)), None, "none")
+
+    save_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(hosting, "load_adapters", fail)
+    before = set(threading.enumerate())
+    asyncio.run(scenario())
+    assert [thread.name for thread in set(threading.enumerate()) - before if thread.name == "compute"] == []
 
 
 @pytest.mark.parametrize(
