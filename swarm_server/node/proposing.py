@@ -128,5 +128,8 @@ def _private_network(server: ServerRecord) -> object | None:
     """Return the private network of the server's first address; None if the address is public, or no IP address."""
     if not server.addresses or server.addresses[0].startswith("/"):  # a circuit through a relay
         return None
-    address = parse_host(_host(server))
+    try:
+        address = parse_host(_host(server))
+    except ValueError:  # a stranger may have written the record
+        return None
     return next((network for network in _NETWORKS if address is not None and address in network), None)

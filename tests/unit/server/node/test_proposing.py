@@ -46,6 +46,7 @@ OTHER = server("other", "192.168.1.6:31330", "4:8")
         (server("other", "10.0.0.6:1"), False),
         (server("other", "8.8.8.8:1"), False),
         (server("other", "example.org:1"), False),
+        (server("other", "no:address"), False),
         (server("other", "192.168.1.5:2"), False),  # another process of this machine
         (server("other", "/ip4/192.168.1.9/tcp/1/p2p/QmRelay/p2p-circuit/p2p/QmOther"), False),
         (server("other", "192.168.1.6:1", quant="int4"), False),
