@@ -49,7 +49,8 @@ def add_up(commands: Commands) -> None:
 
 
 def up_command(args: argparse.Namespace) -> Command:
-    from swarm_server.command_line import LEAVE_S, check_files, parse_args, read_config
+    from swarm_server.command_line import check_files, parse_args, read_config
+    from swarm_server.running import LEAVE_S
 
     server_flags, gateway_flags = _flags(args, (*_BOTH, *_SERVER)), _flags(args, (*_BOTH, *_GATEWAY))
     server = read_config(parse_args(server_flags))

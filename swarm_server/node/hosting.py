@@ -305,7 +305,7 @@ class SpanLoader:
         evict: Callable[[], bool] = (lambda: False) if prefix_cache is None else prefix_cache.reclaim
         training = TrainingMemory(budget, engine.int8_weights, evict)
         budget.reclaim_by(lambda: training.reclaim() or evict())
-        # This starts the compute thread, which keeps the blocks in memory until it is stopped: nothing may fail after it.
+        # Nothing may fail once the compute thread has started: it keeps the blocks in memory until it is stopped.
         scheduler = Scheduler(engine, config.queue_size, engine.mixes_rows, self._counters, chunk_tokens)
         services = SpanServices(
             engine, scheduler, budget, validator, neighbours, training, adapters, offload, counters=self._counters

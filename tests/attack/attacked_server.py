@@ -15,9 +15,9 @@ import sys
 import threading
 
 from swarm_protocol.span import Span
-from swarm_server.command_line import run
 from swarm_server.core.config import ServerConfig
 from swarm_server.net.arrivals import Arrivals
+from swarm_server.running import run
 from swarm_server.sessions.host import SessionManager
 
 

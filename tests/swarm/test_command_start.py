@@ -58,7 +58,8 @@ start(package, arguments)
 READY = """
 import json, os, signal, sys
 from swarm_protocol.imports.late_modules import has_run
-from swarm_server.command_line import parse_args, read_config, run
+from swarm_server.command_line import parse_args, read_config
+from swarm_server.running import run
 class Output:
     def write(self, text):
         if text.startswith("ready"):
