@@ -91,8 +91,8 @@ def shake_hands(
     """Return the encrypted link through a new connection, with the name and the machine (``host``) of the other member.
 
     The keys of the link come from fresh X25519 keys of both ends and from the group's key (HKDF with SHA-256).
-    Therefore an end without the group's key cannot send a record that is accepted, and records that were kept cannot be
-    read later by somebody who finds the group's key.
+    Therefore an end without the group's key cannot send a record that is accepted. Whoever finds that key later cannot
+    read records of the past.
 
     Raises:
         HandshakeFailed: the other end is no member of the group, has another key, or computes otherwise.

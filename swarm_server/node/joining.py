@@ -67,7 +67,7 @@ class SwarmMembership:
         self._num_failures = 0
         self._restarted_s = -inf
         self._after_restart: Callable[[], Awaitable[None]] | None = None
-        self._keep_entry(lambda: registry.write(dht.peer_id, self._registered()))
+        self._keep_entry(lambda: registry.write(dht.peer_id, self.entry_points()))
 
     def call_after_restart(self, action: Callable[[], Awaitable[None]]) -> None:
         """Call ``action`` whenever another libp2p daemon was started."""
@@ -78,7 +78,7 @@ class SwarmMembership:
 
         The call does little if all registered servers and initial peers are known.
         """
-        self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self._registered()))
+        self._keep_entry(lambda: self._registry.renew(self.dht.peer_id, self.entry_points()))
         await self.dht.remember_peers()
         strangers = [peer for peer in self._others() if not self.dht.knows(peer.rpartition("/p2p/")[2])]
         return bool(strangers) and await self.dht.connect_to(random.sample(strangers, min(len(strangers), _MAX_MET)))
@@ -109,12 +109,12 @@ class SwarmMembership:
                 self._addresses = addresses
                 if self._advertise is not None:
                     await self._advertise(addresses)
-            self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self._registered()))
+            self._keep_entry(lambda: self._registry.write(self.dht.peer_id, self.entry_points()))
             return
         raise NoSwarm(f"the libp2p daemon ended and cannot be started again: {reason}")
 
     def members(self) -> list[str]:
-        """Return the multiaddrs of members through which the swarm was joined, or could be."""
+        """Return the multiaddrs of initial and discovered peers, of which there may be none."""
         return [
             peer for peer in (*self._config.initial_peers, *self._discovered()) if not peer.endswith(self.dht.peer_id)
         ]
@@ -124,8 +124,8 @@ class SwarmMembership:
         is_chosen = self._config.host is None
         return OwnAddresses(self.host, self._config.announce_address, is_chosen, self._joined_through)
 
-    def _registered(self) -> list[str]:
-        """Return the addresses through which others of this machine join: other members' if this node serves no one."""
+    def entry_points(self) -> list[str]:
+        """Return multiaddrs through which others join, at least one: of other members if this node serves nobody."""
         return self._addresses if self.dht.serves_others else self.members() or self._addresses
 
     def leave(self) -> None:

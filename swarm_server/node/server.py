@@ -117,6 +117,7 @@ class Server:
                 metrics.show_state(presence.record, lambda: presence.sessions)
             losing_daemon = _begin(presence.keep_daemon(self._stop.is_set), cleanup)
             losing_group = _begin(starting.loader.group_end(presence.is_quiet), cleanup)
+            # A daemon that could not be kept running is not started once more for the last record.
             cleanup.push_async_callback(lambda: presence.withdraw(may_restart=not losing_daemon.done()))
             await presence.publish()
             _begin(joined.reach.keep(presence.publish, monitor.relays), cleanup)
@@ -153,7 +154,7 @@ class Server:
         losing: Sequence[asyncio.Future[SwarmError] | asyncio.Future[GroupEnded]],
     ) -> None:
         """Run the periodic tasks until ``stop``, or until the server cannot go on, as the futures ``losing`` say."""
-        offering = asyncio.ensure_future(presence.keep_offer())
+        offering = asyncio.ensure_future(presence.keep_offer())  # at once: ``repeat`` waits before it calls
         stopping = asyncio.ensure_future(self._stop.wait())
         tasks = [
             stopping,
@@ -339,8 +340,8 @@ async def _announce_ready(joined: Joined, record: ServerRecord, cache_tokens: in
     if ipaddress.ip_address(membership.host).is_loopback:
         _logger.info("only this machine can join; to let others in, start servers with --host ADDRESS")
     else:
-        known = peer if membership.dht.serves_others else membership.members()[0]
-        _logger.info("on the next machine: %s%s --initial-peers %s", typed("server"), same, known)
+        entry_point = membership.entry_points()[0]
+        _logger.info("on the next machine: %s%s --initial-peers %s", typed("server"), same, entry_point)
     if joined.starting.access.control is not None:
         _logger.info("only members of swarm %s are let in", joined.starting.access.control.swarm_key)
     _logger.info('try it: %s%s "Return a list of"', typed("generate"), same)

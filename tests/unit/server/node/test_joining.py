@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.process.local_registry import LocalRegistry
 from swarm_server.core.config import ServerConfig
-from swarm_server.node import joining
+from swarm_server.node import joining, server
 from swarm_server.node.joining import SwarmMembership
 from swarm_server.reach import own_addresses
-from tests.unit.support import run
+from tests.unit.support import run, server_record
 from tests.worlds.identities import identity
 
 OWN, NEAR, FAR = "/ip4/127.0.0.1/tcp/1/p2p/own", "/ip4/127.0.0.1/tcp/2/p2p/near", "/ip4/192.0.2.1/tcp/3/p2p/far"
@@ -32,6 +35,9 @@ class FakeDht:
 
     def knows(self, peer_id: str) -> bool:
         return peer_id in self.known
+
+    async def addresses(self) -> list[str]:
+        return [OWN]
 
     async def remember_peers(self) -> None:
         pass
@@ -98,6 +104,21 @@ def test_a_server_that_cannot_be_registered_says_so_once(tmp_path: Path, caplog:
     run(membership.keep())
     membership.leave()
     assert caplog.text.count("others of this machine will not find this server by themselves") == 1
+
+
+def test_a_server_that_serves_nobody_and_was_given_no_peer_names_its_own_address(
+    registry: LocalRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, dht = "/ip4/192.0.2.2/tcp/1/p2p/own", FakeDht()
+    dht.serves_others = False  # the others cannot reach it; it has joined through a server of its machine
+    membership = SwarmMembership(ServerConfig(), registry, dht, [own], host="192.0.2.2")
+    access, loader = SimpleNamespace(control=None), SimpleNamespace(members=1)
+    devices, dtype = (torch.device("cpu"),), torch.float32
+    starting = SimpleNamespace(config=ServerConfig(), devices=devices, dtype=dtype, loader=loader, access=access)
+    joined: Any = SimpleNamespace(starting=starting, membership=membership)
+    with caplog.at_level(logging.INFO):
+        run(server._announce_ready(joined, server_record("own"), 1024))
+    assert f" --initial-peers {own}" in caplog.text
 
 
 def test_a_daemon_that_does_not_start_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
