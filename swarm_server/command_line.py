@@ -369,6 +369,7 @@ def _command(args: argparse.Namespace, argv: list[str], train: Train | None) -> 
 def main(
     argv: list[str] | None = None, all_parsers: Callable[[], Parsers] | None = None, train: Train | None = None
 ) -> None:
+    """Run the command, and end the process. Its exit code is 1 after a failure, and 2 if an argument is wrong."""
     try:
         args = parse_args(argv, all_parsers)
         start_logging(args, logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))

@@ -26,11 +26,12 @@ def use_onednn_(block: nn.Module) -> None:
     module: Any
     for module in block.modules():
         if type(module).__name__ in KINDS and module.weight.dtype == torch.float32:
-            module.forward = partial(_forward, module)
+            module.forward = partial(_forward, module)  # the class stays, by whose name adapters know linear layers
 
 
 @functools.cache
 def is_available() -> bool:
+    """Return whether this torch multiplies with oneDNN, and does so correctly."""
     try:
         found = _multiply(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2))
     except (AttributeError, NotImplementedError, RuntimeError):  # torch's compiler owns it: it may change or go

@@ -158,7 +158,7 @@ class GroupLeader:
         chosen = everybody if self._config.group_always else payoff.best_followers(len(links))
         if self._group is None and self._config.group is None:
             try:
-                judge(payoff.of(chosen or everybody), self._config.group_always)
+                require_payoff(payoff.of(chosen or everybody), self._config.group_always)
             except GroupRefused as error:
                 _dismiss_all(links, Dismissal.WAIT, str(error))  # for a leader that has --group-always
                 raise
@@ -238,7 +238,7 @@ def _follower_command(config: ServerConfig) -> str:
     return f"{typed('server')} {shlex.join(words)}"
 
 
-def judge(payoff: Payoff, is_forced: bool) -> None:
+def require_payoff(payoff: Payoff, is_forced: bool) -> None:
     """Raise GroupRefused if the group does not pay, unless the user forces it."""
     if payoff.gain > 1 or is_forced:
         _logger.info("the group reaches %s", payoff)

@@ -178,6 +178,7 @@ class RequestValidator:
         return decode_mask(wire, batch_size, num_positions)
 
     def length(self, num_positions: int) -> None:
+        """Raise RequestRejected if a sequence has more positions than the model allows."""
         if self.max_positions is not None and num_positions > self.max_positions:
             raise RequestRejected(
                 f"{num_positions} positions are more than the model's {self.max_positions}: shorten the prompt"

@@ -245,6 +245,7 @@ class SpanLoader:
         self._prefetching[span] = asyncio.ensure_future(asyncio.to_thread(self._load, span))
 
     async def load(self, span: Span) -> Stack:
+        """Return the loaded blocks of a span. Raise what the loading raises."""
         if span not in self._prefetching:
             self.prefetch(span)
         return await self._prefetching.pop(span)

@@ -109,6 +109,7 @@ class RecordPublisher:
         return CompetingTraffic(has_sessions, self._network_probe.bytes_per_s)
 
     async def publish(self) -> None:
+        """Publish the present record. A failure is only logged, because the record is renewed all the time."""
         if not await self._dht.publish(self.record()):
             _logger.warning("the swarm did not take this server's record; trying again in %g s", REFRESH_S)
 

@@ -61,6 +61,7 @@ class Joined:
     reach: Reach
 
     def load(self, span: Span) -> Loading:
+        """Return the next state, with the record that this server will publish first."""
         config, checkpoint = self.starting.config, self.starting.checkpoint
         record = ServerRecord(
             codecs=ANNOUNCED,

@@ -18,7 +18,7 @@ import torch
 
 from swarm_server.core.config import ServerConfig
 from swarm_server.group import forming, links
-from swarm_server.group.forming import GroupLeader, GroupRefused, judge
+from swarm_server.group.forming import GroupLeader, GroupRefused, require_payoff
 from swarm_server.group.group_key import read_group_key
 from swarm_server.group.handshake import HandshakeFailed, Hello
 from swarm_server.group.links import Deal, LeaderLinks, MemberLink, NotSealed
@@ -137,12 +137,12 @@ def test_whether_a_group_pays() -> None:
     near = Payoff(44e6, (0.05e-3,), (0.05e-3,), (15e9, 15e9), (8e9, 8e9))
     # 44 MB at 15 GB/s take 2.933 ms; half of them, and 4 × 0.05 ms, take 1.667 ms
     assert near.gain == pytest.approx(2.9333 / 1.6667, rel=1e-3)
-    judge(near, is_forced=False)
+    require_payoff(near, is_forced=False)
     far = replace(near, rtt_s=(0.5e-3,), exchange_s=(0.6e-3,))
     assert far.gain == pytest.approx(2.9333 / 3.8667, rel=1e-3)
     with pytest.raises(GroupRefused, match=r"would reach only 0\.76 × .*RTT 0\.50 ms.*--group-always forms it anyway"):
-        judge(far, is_forced=False)
-    judge(far, is_forced=True)
+        require_payoff(far, is_forced=False)
+    require_payoff(far, is_forced=True)
     unequal = replace(near, bytes_per_s=(15e9, 5e9))  # the leader has three quarters of the rows: 2.2 ms and 0.2 ms
     assert unequal.gain == pytest.approx(2.9333 / 2.4, rel=1e-3)
     three = Payoff(44e6, (5e-3, 0.05e-3), (5e-3, 0.05e-3), (15e9, 15e9, 15e9), (8e9, 9e9, 10e9))
