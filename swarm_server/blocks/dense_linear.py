@@ -26,7 +26,7 @@ def use_onednn_(block: nn.Module) -> None:
     module: Any
     for module in block.modules():
         if type(module).__name__ in KINDS and module.weight.dtype == torch.float32:
-            module.forward = partial(_forward, module)  # the class stays, by whose name adapters know linear layers
+            module.forward = partial(_forward, module)  # not a class: adapters know linear layers by theirs
 
 
 @functools.cache

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _ANNOUNCE_S = 5.0
 _REJOIN_S = 5.0  # for the followers of a group that has ended to come back
-# A slow follower is left out for so long. A group that left out followers is not formed again before.
+# A slow follower is left out for so long, and a group that left out followers stays as it is for so long.
 _BACK_S = 600.0
 _BACKOFF = Backoff(first_s=30.0, most_s=3600.0)  # for the machine of a follower that has failed
 

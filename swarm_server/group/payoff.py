@@ -68,6 +68,7 @@ class Payoff:
     def best_followers(self, most: int) -> list[int]:
         """Return at most so many followers with which a block takes least time; none if the leader alone is fastest."""
         best_first = sorted(range(len(self.rtt_s)), key=lambda follower: self.of([follower]).block_s)
+        # The best followers alone are taken for the best ones together: all combinations would be too many.
         choices = [sorted(best_first[:count]) for count in range(most + 1)]
         return min(choices, key=lambda chosen: self.of(chosen).block_s)
 

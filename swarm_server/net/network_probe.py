@@ -99,7 +99,7 @@ class NetworkProbe:
             if server.state is ServerState.ONLINE and (own is None or server.peer_id != own.peer_id)
         ]
         self._chance.shuffle(others)
-        asked = sorted(others, key=is_critical, reverse=True)[:_MAX_VERIFIED]
+        asked = sorted(others, key=is_critical, reverse=True)[:_MAX_VERIFIED]  # among equals, chance decides
         answers = await asyncio.gather(*map(self._rtt_s, asked))
         silent = {server.peer_id: server for server, rtt_s in zip(asked, answers, strict=True) if rtt_s is None}
         self._silent = {

@@ -147,7 +147,7 @@ class RecordPublisher:
             except SwarmError as error:
                 return error
             await self._membership.keep()
-            # The first attempt may be late: a publication that waits for the old daemon is before it.
+            # The first attempt may time out behind a publication that still waits for the old daemon.
             if not await self._dht.publish(self.record()):
                 await self.publish()
             return None

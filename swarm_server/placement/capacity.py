@@ -188,7 +188,7 @@ def _throughputs(inside: np.ndarray, speed: float) -> tuple[np.ndarray, np.ndarr
         )
         num_outside = outside.sum(1)
         ratios = np.maximum(0, speed - speed_inside) / np.maximum(1, num_outside)
-        ratios[ratios < 1e-9 * speed] = 0.0  # the rounding of sums hides blocks that nobody holds
+        ratios[ratios < 1e-9 * speed] = 0.0  # rounding must not hide that nobody holds some blocks
         proper = num_outside > 0
         bottlenecks[active[proper]] = outside[proper]
         lower = proper & (ratios < throughputs[active] * (1 - EQUAL / 10))

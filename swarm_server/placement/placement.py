@@ -158,7 +158,7 @@ def _helpful_moves(layout: Coverage, now: Balance) -> tuple[_Steps, Coverage, Ba
 
 
 def _helpful_pair(layout: Coverage, now: Balance, candidates: _Steps) -> tuple[_Steps, Coverage, Balance] | None:
-    """Return the best two moves of different servers if they help together, else None; None in a large swarm too."""
+    """Return the best two moves of different servers if they help together, else None. Do not look in a large swarm."""
     pairs = [pair for pair in combinations(candidates, 2) if pair[0][0] != pair[1][0]] if len(candidates) < 300 else []
     if not pairs:
         return None
