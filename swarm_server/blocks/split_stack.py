@@ -55,7 +55,8 @@ class SplitStack:
         for part in self.parts:
             if part.span.covers(span):
                 return part.view(span)
-        raise ValueError(f"blocks {span} are not all on one device: the devices have {' and '.join(self._spans())}")
+        parts = " and ".join(str(part.span) for part in self.parts)
+        raise ValueError(f"blocks {span} are not all on one device: the devices have {parts}")
 
     def views(self, span: Span) -> list[BlockStack]:
         """Return the stacks of the blocks of ``span``, one for each device that holds some of these blocks."""
@@ -80,9 +81,6 @@ class SplitStack:
 
     def _part(self, index: int) -> BlockStack:
         return next(part for part in self.parts if index in part.span)
-
-    def _spans(self) -> Iterator[str]:
-        return (str(part.span) for part in self.parts)
 
 
 Stack = BlockStack | SplitStack

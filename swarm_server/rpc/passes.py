@@ -21,7 +21,6 @@ from swarm_protocol.wire.codec import encode, shown_shape
 from swarm_server.adapters.dropout import Dropout
 from swarm_server.adapters.lora import PlacedAdapter
 from swarm_server.adapters.store import IncomingAdapter
-from swarm_server.engine.engine import Engine
 from swarm_server.net.incoming import Incoming
 from swarm_server.net.validation import RequestValidator, require_key
 from swarm_server.sessions.services import SpanServices
@@ -187,13 +186,10 @@ async def put_adapter(services: SpanServices, client: Caller, incoming: Incoming
                 raise RequestRejected("a part of the adapter is empty")
             arriving.add(message.part)
         async with services.placing:  # reading an adapter takes twice its size
-            placed = await asyncio.to_thread(_place, services.engine, arriving.data)
+            place = services.engine.place
+            placed = await asyncio.to_thread(lambda: place(adapter_key(arriving.data), Adapter.parse(arriving.data)))
         arriving.keep(placed)
         return placed.key
-
-
-def _place(engine: Engine, data: bytearray) -> PlacedAdapter:
-    return engine.place(adapter_key(data), Adapter.parse(data))
 
 
 async def _read(

@@ -94,10 +94,6 @@ class Offering:
     def digest(self) -> bytes:
         return b"" if self._offered is None else self._offered.manifest.digest
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._budget.num_bytes
-
     async def refresh(self) -> None:
         """Find the files to offer; they are read once, in the background, with the lowest priority."""
         if self._rate == 0:
