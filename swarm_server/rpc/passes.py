@@ -1,4 +1,7 @@
-"""Passes without a session, for training: their requests, their pieces and their replies."""
+"""Passes without a session, for training: their requests, their pieces and their replies.
+
+Tensors of many megabytes are put together and encoded in threads, because steps of sessions share the event loop.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,8 @@ async def forward(
             for inputs, dropout in _few_rows(services.validator, asked)
         ]
         services.counters.positions["forward"] += _num_positions(asked.inputs.hidden)
-        output = torch.cat(outputs)
-        encoded, statement = encode(output, asked.codec), None
+        output = await asyncio.to_thread(torch.cat, outputs)
+        encoded, statement = await asyncio.to_thread(encode, output, asked.codec), None
         if asked.sign:
             statement = await asyncio.to_thread(signer.sign, asked.blocks, asked.inputs, output[0])
         is_kept = kept is not None and services.training.keep(asked.keep_key, kept)
@@ -103,19 +106,16 @@ async def backward(
     message = await incoming.first("forward", "kept", "take_sum")
     if message.WhichOneof("kind") == "take_sum":
         blocks = services.validator.blocks(message.take_sum.contract)
-        return [
-            reply for sum_ in services.sums.take(message.take_sum, blocks, client) for reply in _in_parts(*encode(sum_))
-        ]
+        return await asyncio.to_thread(_all_in_parts, services.sums.take(message.take_sum, blocks, client))
     services.validator.codec(message.codec)
     if message.HasField("summand"):
         require_summand(message.summand)
     blocks, hidden_grad, of_adapter = await _go_back(services, client, incoming, request, message)
-    encoded, is_summed = encode(hidden_grad, message.codec), False
+    encoded, is_summed = await asyncio.to_thread(encode, hidden_grad, message.codec), False
     if message.HasField("summand") and of_adapter:
         is_summed = services.sums.add(message.summand, blocks, of_adapter, client)
-    grads = () if is_summed else of_adapter
     replies = _in_parts(*encoded, summed=is_summed)
-    return [*replies, *(reply for grad in grads for reply in _in_parts(*encode(grad)))]
+    return replies if is_summed else [*replies, *await asyncio.to_thread(_all_in_parts, of_adapter)]
 
 
 async def _go_back(
@@ -145,7 +145,7 @@ async def _go_back(
             services.counters.positions["backward"] += _num_positions(grad)
             hidden_grads.append(hidden_grad)
             sums = [total + more for total, more in zip(sums, of_adapter, strict=True)] if sums else of_adapter
-        return blocks, torch.cat(hidden_grads), sums
+        return blocks, await asyncio.to_thread(torch.cat, hidden_grads), sums
 
 
 def _through_kept(take: Callable[[], RecordedPass], number: int, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -247,3 +247,7 @@ def _in_parts(
     """Return the messages of an encoded tensor. The first one also carries the statement and the flags."""
     first = pb.TensorReply(output=wire, statement=statement, kept=kept, summed=summed)
     return [first, *(pb.TensorReply(more=part) for part in parts)]
+
+
+def _all_in_parts(tensors: Sequence[torch.Tensor]) -> list[pb.TensorReply]:
+    return [reply for tensor in tensors for reply in _in_parts(*encode(tensor))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from itertools import accumulate
@@ -55,7 +56,26 @@ def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
 ) -> None:
     hidden = torch.arange(2.0 * batch_size * num_tokens).view(batch_size, num_tokens, 2)
     blocks = Blocks()
+    (reply,) = forward(blocks, hidden)
+    assert blocks.shapes == shapes
+    first_rows = accumulate((rows for rows, _ in shapes[:-1]), initial=0)
+    assert blocks.dropouts == [Dropout(9, first_row) for first_row in first_rows]  # as in one piece
+    assert torch.equal(decode(reply.output), 2 * hidden)
 
+
+def test_outputs_are_encoded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(tensor: torch.Tensor, codec: pb.Codec) -> tuple[pb.Tensor, list[bytes]]:
+        threads.append(threading.current_thread())
+        return encode(tensor, codec)
+
+    monkeypatch.setattr(passes, "encode", noted)
+    forward(Blocks(), torch.ones(1, 2, 2))
+    assert threads and threading.main_thread() not in threads
+
+
+def forward(blocks: Blocks, hidden: torch.Tensor) -> list[pb.TensorReply]:
     async def train(call: Callable[[], torch.Tensor], _client: Caller, _num_positions: int) -> torch.Tensor:
         return call()
 
@@ -74,8 +94,4 @@ def test_as_many_rows_at_a_time_as_a_step_may_have_positions(
         with ExitStack() as request:
             return await passes.forward(services, CLIENT, Incoming(stream(), Arrivals()), request, None)
 
-    (reply,) = run(story())
-    assert blocks.shapes == shapes
-    first_rows = accumulate((rows for rows, _ in shapes[:-1]), initial=0)
-    assert blocks.dropouts == [Dropout(9, first_row) for first_row in first_rows]  # as in one piece
-    assert torch.equal(decode(reply.output), 2 * hidden)
+    return run(story())
