@@ -223,16 +223,8 @@ def _close_all(links: Sequence[MemberLink]) -> None:
 
 
 def _follower_command(config: ServerConfig) -> str:
-    words = [
-        "--model",
-        config.model,
-        "--quant",
-        config.quant,
-        "--follow",
-        str(config.group_listen),
-        "--group-key",
-        "FILE",
-    ]
+    words = ["--model", config.model, "--quant", config.quant, "--follow", str(config.group_listen)]
+    words += ["--group-key", "FILE"]
     words += [] if config.model_revision is None else ["--revision", config.model_revision]
     words += [] if config.dtype == "auto" else ["--dtype", config.dtype]
     return f"{typed('server')} {shlex.join(words)}"

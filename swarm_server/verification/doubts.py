@@ -23,9 +23,7 @@ class Doubts:
     def __init__(self, clock: Callable[[], float]) -> None:
         """Create an empty record; ``clock`` returns seconds."""
         self._clock = clock
-        self._doubted_s: OrderedDict[tuple[str, str], float] = (
-            OrderedDict()
-        )  # by address and doubted server, oldest first
+        self._doubted_s: OrderedDict[tuple[str, str], float] = OrderedDict()  # by address and server, oldest first
 
     def add(self, peer_id: str, client: Caller) -> None:
         """Note that the client doubts this server; ignore a caller that already doubts too many servers."""
