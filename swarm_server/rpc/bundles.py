@@ -34,6 +34,7 @@ _MAX_TASKS = 512  # steps of one client on one stream at the same time
 _MAX_STREAMS = 8  # streams of one client
 _MOST_CLIENTS = 256  # the clients of a server that pushes, whose ``Arrivals`` are kept at hand
 _MAX_UNREAD_BYTES = 4 * MIB  # replies that the other side has not read
+_READ_S = 300.0  # for the other side to read so many bytes at the lowest rate of requests
 _logger = logging.getLogger(__name__)
 
 
@@ -272,6 +273,9 @@ async def serve(
     """Take all messages until the stream ends, or is silent for ``idle_timeout_s`` and not needed.
 
     ``take``: adds the steps of a message. ``admitted`` raises AccessDenied once the caller is no longer a member.
+
+    Raises:
+        PeerBusy: the caller does not read the last replies. RequestRejected: a message has too many steps.
     """
     clock = asyncio.get_running_loop().time
     last_s = clock()
@@ -300,7 +304,11 @@ async def serve(
         sending.cancel()
         raise
     outbox.close()
-    await sending  # gRPC fails if a call ends in the middle of a message
+    try:
+        async with asyncio.timeout(_READ_S):  # else a caller that reads nothing would keep its replies in memory
+            await sending  # gRPC fails if a call ends in the middle of a message
+    except TimeoutError:
+        error = error or PeerBusy(f"the replies of this server were not read within {_READ_S:g} s")
     if error is not None:
         raise error
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_protocol.errors import AccessDenied, RequestRejected, SessionLost
+from swarm_protocol.errors import AccessDenied, PeerBusy, RequestRejected, SessionLost
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.bundling import Outbox
@@ -210,6 +210,17 @@ async def test_a_stream_ends_only_once_all_its_answers_were_sent() -> None:
     server.may_send.set()
     await serving
     assert [step.number for step in server.sent] == [1, 2]
+
+
+@pytest.mark.run_by(function=run_virtually)
+async def test_a_stream_ends_though_its_caller_reads_no_answers() -> None:
+    server = Story()
+    server.may_send.clear()
+    with pytest.raises(PeerBusy, match="the replies of this server were not read within 300 s"):
+        await server.push(pushed((KEY, 1)))
+    with pytest.raises(RequestRejected, match="steps are in one message"):
+        await server.push(pushed(*[(KEY, 1)] * (MAX_BUNDLED + 1)))
+    assert server.session.taken == [1] and asyncio.get_running_loop().time() == pytest.approx(300.0)
 
 
 async def test_a_session_that_is_not_there_is_lost_and_the_others_go_on() -> None:
