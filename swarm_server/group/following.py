@@ -35,9 +35,7 @@ class Follower:
         """
 
         def work() -> None:
-            with (
-                self._make_loader() as load
-            ):  # in this thread: OpenMP has a number of threads for each
+            with self._make_loader() as load:  # in this thread: OpenMP has a number of threads for each
                 while True:
                     self._follow_once(load, inf)
                     _logger.info("the group has ended; this follower waits for the leader at %s", self._address)
