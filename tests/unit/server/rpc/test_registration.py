@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any
 
 import grpc
 import pytest
 
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.rpc.stubs import BLOCKS, ServiceStub
 from swarm_protocol.wire.constants import MAX_MESSAGE_BYTES, MIB, SERVER_OPTIONS
@@ -18,21 +21,20 @@ from tests.unit.support import run
 
 METHODS = pb.DESCRIPTOR.services_by_name["Blocks"].methods_by_name
 UNARY = [name for name, method in METHODS.items() if not method.client_streaming]
-LARGE = bytes(64 * 1024)  # beside it, a server reads the next message ahead
 UNREAD = {"PutAdapter", "Forward", "Backward"}  # by a server that hosts nothing
 
 
 def asked(
-    method: str, *messages: bytes, ends: bool = False, stall_timeout_s: float = 60.0
+    method: str, *messages: bytes, ends: bool = False, stall_timeout_s: float = 60.0, host: Any = None
 ) -> tuple[grpc.StatusCode, str]:
-    """How a server that hosts nothing answers these bytes; ``ends``: nothing more comes."""
+    """How a server answers these bytes that hosts nothing, or has a ``host``; ``ends``: nothing more comes."""
 
     async def scenario() -> tuple[grpc.StatusCode, str]:
         server = grpc.aio.server(options=SERVER_OPTIONS)
         arrivals = Arrivals(stall_timeout_s=60.0, min_bytes_per_s=100 * MIB)
         record = pb.ServerRecord(model="model")
         rest = {"signer": None, "judge": None, "offering": None}
-        service = BlocksService(lambda: None, lambda: record, 60.0, arrivals, AnyCaller(), **rest)
+        service = BlocksService(lambda: host, lambda: record, 60.0, arrivals, AnyCaller(), **rest)
         add_service(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -68,15 +70,21 @@ def test_a_message_that_is_too_large_is_not_read() -> None:
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
 
 
-@pytest.mark.parametrize(
-    ("method", "first"), [("Session", pb.SessionRequest(more=LARGE)), ("Push", pb.PushRequest(push_key=LARGE))]
-)
-def test_a_stream_whose_large_first_message_is_refused_ends_with_the_reason(
-    method: str, first: pb.SessionRequest | pb.PushRequest, caplog: pytest.LogCaptureFixture
+class FullHost:
+    """The sessions of a server without room."""
+
+    async def open(self, *_arguments: object) -> None:
+        for _ in range(10):  # meanwhile, the next message is being read
+            await asyncio.sleep(0)
+        raise PeerBusy("there is no room")
+
+
+def test_a_session_that_is_refused_while_its_next_message_is_read_ahead_ends_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    code, details = asked(method, first.SerializeToString())
-    assert code is grpc.StatusCode.NOT_FOUND and "does not know the session" in details
-    assert not caplog.records
+    opening = pb.SessionRequest(open=pb.Open(user="u" * 64 * 1024))  # a server reads ahead after a large message
+    answer = asked("Session", opening.SerializeToString(), host=FullHost())
+    assert answer == (grpc.StatusCode.RESOURCE_EXHAUSTED, "there is no room") and not caplog.records
 
 
 @pytest.mark.parametrize("method", UNARY)
