@@ -61,7 +61,7 @@ def load_block(
     checkpoint.require_fit(info)
     block = getattr(family.owner_of(hollow), family.blocks)[index]
     if dtype == torch.float32:
-        block.float()  # one parameter after the other
+        _widen(block)
     if late:
         assert replace is not None  # nothing is late without it
         _put_back(late, block, stored, lambda linear, kinds: replace(_filled(linear, kinds, dtype)), layers)
@@ -137,6 +137,12 @@ def _keep_as_stored(block: nn.Module, stored: Mapping[str, torch.dtype]) -> None
         dtypes = {stored[name]} if name in stored else fused
         if len(dtypes) == 1 and dtypes <= NARROW and parameter.is_floating_point():
             parameter.data = parameter.data.to(next(iter(dtypes)))
+
+
+def _widen(block: nn.Module) -> None:
+    for parameter in block.parameters():
+        if parameter.dtype in NARROW:
+            parameter.data = parameter.data.float()
 
 
 def _explained(checkpoint: ModelCheckpoint, tensors: Mapping[str, StoredTensor], error: Exception) -> Exception:
