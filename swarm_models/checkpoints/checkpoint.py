@@ -98,9 +98,9 @@ class ModelCheckpoint:
         """
         wanted = [name for name in self.tensor_names if want(name)]
         self.files.fetch_headers(self._weights.unread(wanted))
-        found = {name: self._weights.stored(name) for name in wanted}
-        self.files.fetch(piece for tensor in found.values() for piece in tensor.pieces)
-        return found
+        # Before ``stored``, which may read small parts, such as the quant_state of bitsandbytes, to check the others.
+        self.files.fetch(piece for name in wanted for piece in self._weights.pieces(name))
+        return {name: self._weights.stored(name) for name in wanted}
 
     def read(self, want: Callable[[str], bool]) -> dict[str, torch.Tensor]:
         """Read the wanted tensors, under their names in the checkpoint and in the dtype in which they are stored.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,11 @@ class ShardedWeights:
 
     def unread(self, names: Iterable[str]) -> set[str]:
         """Return the files that hold these tensors and whose headers have not been read yet."""
-        packed = {name: self._packed[name] for name in names}
-        parts = (part for name, of in packed.items() for part in ([name] if of is None else of.parts.values()))
-        return {self._shards[part] for part in parts} - self._headers.keys()
+        return {self._shards[part] for name in names for part in self._parts(name)} - self._headers.keys()
+
+    def pieces(self, name: str) -> list[FileTensor]:
+        """Return the tensors of files from which a tensor is made."""
+        return [self._in_file(part) for part in self._parts(name)]
 
     def stored(self, name: str) -> StoredTensor:
         packed = self._packed[name]
@@ -85,9 +87,13 @@ class ShardedWeights:
         for shard in sorted(by_shard):
             tensors = sorted(by_shard[shard], key=lambda tensor: tensor.offset)
             digest.update(repr([(t.name, str(t.dtype), t.shape, t.offset) for t in tensors]).encode())
-            for tensor in tensors[:: -(-len(tensors) // SAMPLES_PER_SHARD)]:
+            for tensor in tensors[:: -(-len(tensors) // SAMPLES_PER_SHARD)]:  # evenly over the shard
                 digest.update(tensor.sample(SAMPLE_BYTES))
         return digest.hexdigest()
+
+    def _parts(self, name: str) -> Collection[str]:
+        packed = self._packed[name]
+        return [name] if packed is None else packed.parts.values()
 
     def _in_file(self, name: str) -> FileTensor:
         shard = self._shards[name]

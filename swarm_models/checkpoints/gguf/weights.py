@@ -93,6 +93,10 @@ class GgufWeights:
         """Return the empty set: all headers were read at once."""
         return set()
 
+    def pieces(self, name: str) -> list[FileTensor]:
+        """Return the tensors of files from which a tensor is made."""
+        return [part.rows for part in self._parts[name].values()]
+
     def stored(self, name: str) -> StoredTensor:
         parts, shape = self._parts[name], self._model.shapes[name]
         if sum(prod(part.shape) for part in parts.values()) != prod(shape):

@@ -11,10 +11,12 @@ import pytest
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
+from swarm_models.sharing import hashing, manifest, piece_store
 from swarm_models.sharing.hashing import FileHashes
 from swarm_models.sharing.manifest import Manifest, SharedFile, has_weights, may_be_shared
 from swarm_models.sharing.piece_store import PieceStore
 from swarm_models.sharing.swarm_files import SwarmFiles
+from tests.published import bitsandbytes_4bit, bitsandbytes_config, publish
 from tests.zoo import save_checkpoint
 
 
@@ -33,8 +35,8 @@ class InstantDownload:
         came = set()
         for file, indices in wanted:
             for index in self._store.missing(file, indices):
-                assert len(file.pieces) == 1
-                self._store.write(file, index, (self._directory / file.name).read_bytes())
+                data = (self._directory / file.name).read_bytes()[index * manifest.PIECE_BYTES :]
+                self._store.write(file, index, data[: manifest.PIECE_BYTES])
                 came.add(file.name)
         if any(map(has_weights, came)):
             self.calls.append(came)
@@ -79,3 +81,19 @@ def test_the_headers_of_all_wanted_shards_come_together(tmp_path: Path, monkeypa
         assert wanted[name].read().equal(tensor.read())
     checkpoint.stored(lambda _name: True)
     assert download.calls == [of_client, set(original.weight_files) - of_client]
+
+
+def test_packed_weights_that_lie_behind_the_first_piece_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (manifest, hashing, piece_store):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
+    source = tmp_path / "source"
+    publish(source, bitsandbytes_config(4), lambda weight: bitsandbytes_4bit(weight, "nf4", True), num_hidden_layers=1)
+    expected = ModelCheckpoint.open(source).read(lambda _name: True)
+    store, download = empty_store(source, tmp_path)
+    files = SwarmFiles(store, download, asyncio.run)
+    asyncio.run(files.open())
+    read = ModelCheckpoint(files).read(lambda _name: True)
+    assert read.keys() == expected.keys()
+    assert all(read[name].equal(tensor) for name, tensor in expected.items())
