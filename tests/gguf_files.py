@@ -26,6 +26,7 @@ def write_gguf(
     type: str = "F32",
     num_shards: int = 1,
     rope_freqs: torch.Tensor | None = None,
+    general_name: str | None = None,
     **overrides: Any,
 ) -> dict[str, torch.Tensor]:
     """Writes a zoo member, its matrices in this type of ggml; returns what is to be read, by transformers' names.
@@ -48,6 +49,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(
         None, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=-(-len(state) // num_shards) * (num_shards > 1)
     )
+    if general_name is not None:
+        writer.add_name(general_name)
     _write_config(writer, config)
     kind = gguf.GGMLQuantizationType[type]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)

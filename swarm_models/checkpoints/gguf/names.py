@@ -62,6 +62,8 @@ def model_names(config: PreTrainedConfig, architecture: str) -> ModelNames:
     processor = make_processor(config=config.to_dict())
     inside = f"{model.base_model_prefix}."  # bloom's files were converted from the base model
     of_base = [name.removeprefix(inside) for name in shapes if name.startswith(inside)]
-    of_gguf = get_gguf_hf_weights_map(_Names(config, of_base), processor, qual_name=inside)
-    of_gguf |= get_gguf_hf_weights_map(_Names(config, list(shapes)), processor)
+    # transformers takes a llama that is named "mistral" for another model type, for which there is no table.
+    table = "llama" if config.model_type == "mistral" else None
+    of_gguf = get_gguf_hf_weights_map(_Names(config, of_base), processor, table, qual_name=inside)
+    of_gguf |= get_gguf_hf_weights_map(_Names(config, list(shapes)), processor, table)
     return ModelNames(architecture, shapes, of_gguf, processor)

@@ -148,6 +148,8 @@ def _read_config(path: Path, header: GgufHeader) -> PreTrainedConfig:
     expert_size = header.values.get(f"{header.architecture}.expert_feed_forward_length")
     if expert_size is not None and hasattr(config, "moe_intermediate_size"):
         config.update({"moe_intermediate_size": expert_size})  # transformers keeps its default
+    if config.model_type == "mistral":  # a file of llama.cpp's architecture "llama", by its name alone
+        config.update({"sliding_window": None})  # llama.cpp attends to all positions; the default would be 4096
     if config.model_type == "gemma2" and config.num_hidden_layers == _GEMMA2_27B_LAYERS:
         scalar = config.hidden_size // config.num_attention_heads  # the file does not contain it
         config.update({"query_pre_attn_scalar": scalar})

@@ -83,6 +83,21 @@ def test_a_llama_with_biases_computes_what_its_weights_do_in_transformers(tmp_pa
     assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
 
 
+def test_a_llama_that_is_named_mistral_is_read_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    """transformers takes the name for another model type, for which llama.cpp has no table of names."""
+    path = tmp_path / "tiny.gguf"
+    expected = write_gguf(path, type="Q8_0", num_hidden_layers=2, general_name="mistral")
+    assert_read(path, expected)
+    checkpoint = ModelCheckpoint.open(path)
+    assert (checkpoint.config.model_type, checkpoint.config.sliding_window) == ("mistral", None)
+    local = AutoModelForCausalLM.from_config(make_config("llama", num_hidden_layers=2)).eval()
+    local.load_state_dict(expected)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        found, logits = load_whole_model(checkpoint)(ids).logits, local(ids).logits
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
 @pytest.mark.parametrize("type", [name for name, block, _ in TYPES.values() if block > 1])
 def test_blocks_of_every_type(type: str) -> None:
     from transformers.integrations.gguf import dequant
