@@ -128,6 +128,7 @@ class ModelCheckpoint:
         before, owner = self._before_blocks, self.family.owner
         if before is None:
             return tensors
+        # ``owner`` is empty if the base model itself has the blocks: no name may begin with a dot.
         return {f"{owner}.{name[len(before) :]}".lstrip("."): tensor for name, tensor in tensors.items()}
 
     def client_tensors(self) -> dict[str, StoredTensor]:
@@ -136,10 +137,10 @@ class ModelCheckpoint:
 
     @cached_property
     def _before_blocks(self) -> str | None:
-        """Return the beginning of names of tensors inside blocks; None if all blocks are the language model's.
+        """Return the prefix of the names of the language model's blocks; None if all blocks are the language model's.
 
-        Vision towers have lists of blocks too, often under the same name. The language model's is the one whose blocks
-        have most of the linear layers that the family has.
+        Vision towers have lists of blocks too, often under the same name. The language model's list is the one whose
+        blocks have most of the linear layers that the family has.
         """
         if self.config is self.whole_config:
             return None

@@ -89,6 +89,7 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
         raise ValueError(
             f"{name_or_path} is for files that members give: expected a directory, a GGUF file or a name on the hub"
         )
+    # On the hub, a model has at most one slash in its name, and a GGUF file of a model has two or more.
     elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
         raise ValueError(f"{name_or_path} does not exist")
 

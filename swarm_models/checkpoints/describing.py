@@ -101,7 +101,7 @@ def _describe(config: PreTrainedConfig) -> Family:
     _check_config(config)
     base_class: Any = MODEL_MAPPING[type(config)]
     with any_error_as(partial(_not_built, config)), weight_init.no_init_weights(), torch.device("meta"), RangesOnCpu():
-        base = base_class(copy.deepcopy(config))
+        base = base_class(copy.deepcopy(config))  # a copy, because the constructor writes into the config
     family = _read_facts(base, config)
     _check_blocks(base, family)
     return _probe(base, family, config)
@@ -189,7 +189,7 @@ def _read_facts(base: PreTrainedModel, config: PreTrainedConfig) -> Family:
 
 
 def _position_axes(owner: nn.Module, config: PreTrainedConfig) -> int:
-    """Return the number of axes of positions: rotary embeddings that take several divide their channels among them."""
+    """Return the number of axes of positions: rotary embeddings with several divide their channels among these axes."""
     limit = max_positions(config)
     has_axes = any(hasattr(child, "mrope_section") for child in owner.children())
     return 3 if has_axes and limit is not None and limit <= MAX_POSITIONS_WITH_AXES else 1
@@ -197,6 +197,7 @@ def _position_axes(owner: nn.Module, config: PreTrainedConfig) -> int:
 
 def _find_blocks(base: PreTrainedModel, config: PreTrainedConfig) -> str:
     """Return the path of the model's only list of blocks."""
+    # Lists with a number in their path are inside a block, such as a list of experts.
     lists: list[str] = [
         name
         for name, module in base.named_modules()
@@ -223,11 +224,12 @@ def _sort_parts(
         elif isinstance(child, nn.Linear | nn.LayerNorm) or "Norm" in type(child).__name__:
             identities.append(name)
         elif any(True for _ in child.parameters()):
-            raise _unsupported(config, f"what its part {name!r} ({type(child).__name__}) is for is not known")
+            raise _unsupported(config, f"the use of its part {name!r} ({type(child).__name__}) is not known")
     return embedding, positions, identities
 
 
 def _check_blocks(base: PreTrainedModel, family: Family) -> None:
+    """Raise UnsupportedModel if two blocks share a parameter, because they may be on different servers."""
     blocks = getattr(family.owner_of(base), family.blocks)
     owners: dict[int, int] = {}
     for index, block in enumerate(blocks):
@@ -268,6 +270,7 @@ def _probe(base: PreTrainedModel, family: Family, config: PreTrainedConfig) -> F
     """
     with any_error_as(partial(_not_built, config)):  # there may be no memory for tables of that size, too
         hollow, _ = load_hollow_model(family, config)
+    # The model's own blocks, though nothing of them runs: its code reads their attributes, such as the attention type.
     blocks = getattr(family.owner_of(base), family.blocks)
     setattr(family.owner_of(hollow), family.blocks, blocks)
     hidden = torch.randn(2, 3, family.hidden_size, generator=torch.Generator().manual_seed(0))

@@ -51,6 +51,8 @@ class Family:
         cache_argument: name of the cache argument of the base model's ``forward``.
         mask_covers_past: the mask is [batch, past + new]; else it is [batch, new], because the base model passes it to
             its blocks unchanged (mamba).
+        num_blocks, hidden_size: as in the config.
+        block_parameters: for each block, the number of its parameters.
         linears: for each block, the name of every linear layer within the block, with the number of its weights.
     """
 
@@ -70,7 +72,7 @@ class Family:
     num_blocks: int
     hidden_size: int
     block_parameters: tuple[int, ...]
-    linears: tuple[tuple[tuple[str, int], ...], ...] = ()
+    linears: tuple[tuple[tuple[str, int], ...], ...]
 
     @property
     def all_blocks(self) -> Span:
@@ -132,13 +134,14 @@ def slice_config(config: PreTrainedConfig, span: Span) -> PreTrainedConfig:
     sliced = copy.deepcopy(config)
     for name, value in vars(config).items():
         per_block = isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+        # Lists of token ids or class names may have this length by chance.
         if per_block and not name.startswith("_") and not name.endswith(("token_id", "architectures")):
             setattr(sliced, name, value[span.start : span.end])
     computed = {}
     for name in PER_BLOCK_PROPERTIES:
         if isinstance(getattr(type(config), name, None), property):
             computed[name] = getattr(config, name)[span.start : span.end]
-    if computed:
+    if computed:  # properties have no setters: a subclass has the cut lists in their place
         sliced.__class__ = type(type(config).__name__, (type(config),), computed)
     sliced.update({"num_hidden_layers": len(span)})
     return sliced
@@ -156,7 +159,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def has_experts(config: PreTrainedConfig) -> bool:
-    """Return whether blocks choose among experts, so that a tiny rounding error can change which experts compute."""
+    """Return whether blocks choose among experts. Then a tiny rounding error can change which experts compute."""
     return any("expert" in name and bool(value) for name, value in config.to_dict().items())
 
 

@@ -31,7 +31,7 @@ _LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 _SHOWN_FILES = 5
 _LIST_TIMEOUT_S = 10.0  # the same timeout that huggingface_hub uses for a file's metadata
 _MAX_NAME = 255  # characters: the limit of most file systems
-_NO_ANSWER = (  # of the hub, whose files may be in the local cache all the same
+_NO_ANSWER = (  # errors that mean that the hub does not answer; its files may be in the local cache all the same
     *(HTTPError, OSError),
     getattr(sys.modules[HTTPError.__module__], "InvalidURL", HTTPError),  # a wrong address; in httpx, no HTTPError
     *(ImportError, RuntimeError),  # a package for the proxy is missing, or the HTTP client is closed
@@ -180,8 +180,8 @@ class LocalFiles:
     def _check_link(self, path: Path) -> None:
         """Refuse links that may lead to a secret, which would then become part of a prompt or an error.
 
-        Weights may lie elsewhere, since only tensors are read from them. Other files may belong to another checkpoint,
-        under the same name as there, or lie in the cache of the hub.
+        Weights may lie elsewhere, since only tensors are read from them. Another file may lie in the cache of the hub,
+        or beside the weights of another checkpoint if it has the same name there.
         """
         target = path.resolve()
         if path.suffix in (WEIGHTS, GGUF) or target.is_relative_to(self._directory.resolve()):
@@ -224,11 +224,11 @@ class HubModel:
         if self._gguf is not None:
             return self._gguf
         cached = self._cached_files()
-        if CONFIG in cached and any(WEIGHTS in name and "/" not in name for name in cached):
+        if CONFIG in cached and any(WEIGHTS in name and "/" not in name for name in cached):  # an index of shards, too
             return None  # no matter which other files the hub has
         found = choose_gguf(self._listed_files() or cached, self.location)
         if found is None:
-            self._download(CONFIG, self._revision)
+            self._download(CONFIG, self._revision)  # raises the reason if there is no model at all
         return found
 
     @cached_property
@@ -260,7 +260,7 @@ class HubModel:
             cached = Path(snapshot_download(self._repository, revision=self._revision, local_files_only=True))
         except (OSError, ValueError):
             return []
-        return [str(path.relative_to(cached).as_posix()) for path in cached.rglob("*")]
+        return [path.relative_to(cached).as_posix() for path in cached.rglob("*")]
 
     def path(self, name: str) -> Path:
         """Return the file's path, downloaded if needed; raise FileMissing if only this file is absent."""
@@ -292,7 +292,7 @@ class HubModel:
 
     def _download(self, name: str, revision: str | None) -> Path:
         model = self._repository if self._revision is None else f"{self._repository} at {self._revision}"
-        try:
+        try:  # subclasses are caught first: a gated repository is one that is not found, a local entry is an entry
             return Path(hf_hub_download(self._repository, name, revision=revision, token=self._token))
         except GatedRepoError as error:
             raise CheckpointError(f"{model} is gated: accept its terms on the hub and set HF_TOKEN") from error

@@ -29,7 +29,7 @@ class LeftOut(nn.Identity):
     """A placeholder for a linear layer that is not loaded with its block; weight initialisation may access it."""
 
     weight = torch.empty(0)
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    weight._is_hf_initialized = True  # type: ignore[attr-defined]  # so that initialisation skips it
     bias = None
 
 
@@ -109,7 +109,7 @@ def hollow_class(
 
 
 def named_like(stock: type, *bases: type) -> type[Any]:
-    """Return a class of these bases with a stock one's names: transformers skips its weight conversions for others."""
+    """Return a class of these bases with a stock one's names, by which transformers finds its weight conversions."""
     return type(stock.__name__, bases, {"__module__": stock.__module__, "__qualname__": stock.__qualname__})
 
 
@@ -171,7 +171,7 @@ def load_whole_model(checkpoint: ModelCheckpoint) -> PreTrainedModel:
     return whole
 
 
-_LOADER = threading.RLock()
+_LOADER = threading.RLock()  # reentrant, because a family is described, and a hollow model loaded, within the context
 
 
 @contextmanager
@@ -195,7 +195,10 @@ def hf_loader() -> Iterator[None]:
 
 @contextmanager
 def hosted_alone(base: nn.Module, family: Family, hosted: Container[int]) -> Iterator[None]:
-    """Reduce the list of blocks to the hosted ones during the context: a family's code expects its own blocks there."""
+    """Reduce the list of blocks to the hosted ones while the context is active.
+
+    A family's code expects its own blocks there, and not the placeholders of the others.
+    """
     owner = family.owner_of(base)
     blocks = getattr(owner, family.blocks)
     setattr(owner, family.blocks, nn.ModuleList(block for index, block in enumerate(blocks) if index in hosted))

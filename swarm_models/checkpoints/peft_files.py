@@ -24,7 +24,7 @@ _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"\.lora_([AB])\.weight$")
 _NAME = re.compile(r"[\w.-]+")
 MAX_CONFIG_BYTES = 4 << 20
-MAX_PATTERNS, MAX_EXPRESSIONS = 4096, 64
+MAX_PATTERNS, MAX_EXPRESSIONS = 4096, 64  # because each module is matched against each of them
 
 _RANK, _ALPHA = Expected(1, 1 << 16, whole=True), Expected(0, 1e6, above=True)
 _NUMBERS: dict[str, tuple[float, Expected]] = {  # each with PEFT's default
@@ -88,7 +88,7 @@ def read_adapter(directory: Path, family: Family) -> Adapter:
 def _read_matrices(directory: Path, family: Family) -> dict[str, dict[str, torch.Tensor]]:
     """Return the matrices of each module inside blocks in fp32, by "A" and "B"; refuse all other tensors."""
     matrices: dict[str, dict[str, torch.Tensor]] = {}
-    lists: set[str] = set()  # of blocks: vision towers have some too
+    lists: set[str] = set()  # prefixes of lists of blocks, which vision towers have, too
     for key, stored in read_header(LocalFiles(directory).path(WEIGHTS_NAME)).items():
         match = _MATRIX.search(key)
         if match is None:

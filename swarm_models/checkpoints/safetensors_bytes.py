@@ -39,8 +39,10 @@ def write(
     metadata: Mapping[str, str] | None = None,
     value_of: Callable[[Tensor], Tensor] = Tensor.detach,
 ) -> None:
-    """Write tensors on any device to a safetensors file, one at a time to save memory. They must not change meanwhile,
-    unless ``value_of`` returns a copy: it is called with each tensor just before that is written.
+    """Write tensors on any device to a safetensors file, one at a time to save memory.
+
+    The tensors must not change meanwhile, unless ``value_of`` returns a copy: ``value_of`` gets each tensor just before
+    the tensor is written.
 
     Raises:
         ValueError: a tensor has a dtype that the format does not know.
@@ -99,7 +101,7 @@ def from_bytes(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _read(data: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create"):  # ``safe_open`` takes a path, which only a file of Linux's memory has
         size = int.from_bytes(data[:LENGTH_BYTES], "little")
         return load(data), json.loads(data[LENGTH_BYTES:][:size]).get(METADATA, {})
     with _anonymous_file() as file:

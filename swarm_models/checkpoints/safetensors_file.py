@@ -156,9 +156,9 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_header_of(file: BinaryIO, path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Return the tensors of an open file at its beginning, by name, without their data, and its metadata strings.
+    """Return what the header of an open file says: the tensors by name, without their data, and the metadata strings.
 
-    ``path``: named in errors and in the tensors. Raises CheckpointError as ``read_header`` and ``read_metadata``.
+    ``path`` appears in errors and in the tensors. Raises the CheckpointErrors of ``read_header`` and ``read_metadata``.
     """
     entries, data_start, size_bytes = _read_json(file, path)
     return _tensors(path, entries, data_start, size_bytes), _metadata(entries, path)
@@ -233,6 +233,7 @@ def _require_whole(path: Path, data_start: int, size_bytes: int, tensors: dict[s
         state = "truncated" if size_bytes < expected else "damaged"
         raise CheckpointError(f"{path} is {state}: its header speaks of {expected} bytes, the file has {size_bytes}")
     end = data_start
+    # By size, too: an empty tensor has the offset of the tensor behind it.
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.size_bytes)):
         if tensor.offset != end:
             what = "overlap those of another tensor" if tensor.offset < end else "begin after a gap"

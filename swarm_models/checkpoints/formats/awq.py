@@ -30,7 +30,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts) -> StoredTensor:
-    """Pack qweight [in, out / 8] words, scales [groups, out], optional qzeros [groups, out / 8] (default: 8)."""
+    """Combine qweight: [in, out / 8] words, scales: [groups, out], and qzeros: [groups, out / 8], if any (else 8)."""
     qweight, scales = parts["qweight"], parts["scales"]
     require(qweight.dtype == torch.int32 and len(qweight.shape) == 2, qweight, "a matrix of int32")
     inputs, outputs = qweight.shape[0], qweight.shape[1] * _PER_WORD

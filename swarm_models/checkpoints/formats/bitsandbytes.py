@@ -43,7 +43,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack_rows(name: str, parts: Parts) -> StoredTensor:
-    """Pack weight [out, in] int8 and scale [out], the value that 127 stands for in each row."""
+    """Combine weight: [out, in] int8, and scale: [out], the value that 127 stands for in each row."""
     weight, scale = parts["weight"], parts["scale"]
     require(weight.dtype == torch.int8 and len(weight.shape) == 2, weight, "a matrix of int8")
     is_right = scale.dtype.is_floating_point and scale.shape == weight.shape[:1]
@@ -59,10 +59,10 @@ def _unpack_rows(weight: torch.Tensor, scale: torch.Tensor) -> Integers:
 
 
 def _pack_blocks(name: str, parts: Parts) -> StoredTensor:
-    """Pack weight (two numbers per byte), absmax [blocks], quant_map [16] and state (JSON in bytes).
+    """Combine weight (two numbers per byte), absmax: [blocks], quant_map: [16], and state (JSON in bytes).
 
-    With double quantisation, absmax itself has one byte per block. nested_quant_map [256] maps this byte to a fraction
-    of nested_absmax [blocks of absmax]; then an offset is added.
+    With double quantisation, absmax itself has one byte per block. nested_quant_map: [256] maps this byte to a fraction
+    of nested_absmax: [blocks of absmax]; then an offset is added.
     """
     weight, absmax, quant_map = parts["weight"], parts["absmax"], parts["quant_map"]
     state = _read_state(parts["state"])

@@ -49,6 +49,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _block_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
+    """Return the size of the blocks that share a scale, which is the same in all groups; None if there are none."""
     blocks: list[Any] = [
         weights.get("block_structure")
         for weights in (group.get("weights") for group in groups)
@@ -67,7 +68,7 @@ def _block_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
 
 
 def _pack_plain(name: str, parts: Parts, block: tuple[int, int] | None) -> StoredTensor:
-    """Pack weight [out, in] int8 or float8; scale: one number, [out, 1], [out, groups] or, for float8, per block."""
+    """Combine weight: [out, in] int8 or float8, and scale: one number, [out, 1], [out, groups] or one per ``block``."""
     weight, scale = parts["weight"], parts["scale"]
     is_right = weight.dtype in {*FLOAT8, torch.int8} and len(weight.shape) == 2
     require(is_right, weight, "a matrix of int8 or float8")
@@ -94,7 +95,7 @@ def _unpack_plain(
 
 
 def _pack_words(name: str, parts: Parts) -> StoredTensor:
-    """Pack words [out, in / n] of n integers each; scale as in ``_pack_plain``; zero points may be words, too."""
+    """Combine packed: [out, in / n] words of n integers; scale as in ``_pack_plain``; zero points may be words, too."""
     packed, scale, shape = parts["packed"], parts["scale"], parts["shape"]
     require(packed.dtype == torch.int32 and len(packed.shape) == 2, packed, "a matrix of int32")
     require(shape.dtype in (torch.int32, torch.int64) and shape.shape == (2,), shape, "two integers")

@@ -39,7 +39,10 @@ def is_block(block: object) -> bool:
 
 
 def pack_fp8(name: str, parts: Parts, block: tuple[int, int] | None = None) -> StoredTensor:
-    """Pack weight [..., out, in] float8, scale [..., out blocks, in blocks], [..., out, 1], [out] or one number."""
+    """Combine weight: [..., out, in] float8 with its scale.
+
+    The scale is [..., out blocks, in blocks] if ``block`` is their size, else [..., out, 1], [out] or one number.
+    """
     weight, scale = parts["weight"], parts["scale"]
     require(weight.dtype in FLOAT8 and len(weight.shape) >= 2, weight, "a matrix of float8")
     require(scale.dtype.is_floating_point, scale, "floats")
@@ -49,7 +52,7 @@ def pack_fp8(name: str, parts: Parts, block: tuple[int, int] | None = None) -> S
         blocks = (*experts, -(-rows // block[0]), -(-width // block[1]))
         require(scale.shape == blocks, scale, f"{list(blocks)}, a scale for each block of {block[0]}x{block[1]}")
         unpack = partial(_unpack_blocks, name=name, block=block)
-        part_rows["scale"] = Fraction(1) if experts else Fraction(1, block[0])
+        part_rows["scale"] = Fraction(1) if experts else Fraction(1, block[0])  # a row is an expert, or an output
     else:
         per_row = scale.shape in ((rows,), (*experts, rows, 1), (*experts, 1, 1))
         require(per_row or scale.shape in ((), (1,)), scale, f"one scale, or {rows}, one for each row")

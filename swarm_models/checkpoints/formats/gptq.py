@@ -27,7 +27,11 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts, bits: int, stored_minus_one: bool) -> StoredTensor:
-    """Pack qweight [in / n, out] words of n integers, qzeros [groups, out / n], scales [groups, out], g_idx [in]."""
+    """Combine words of n integers, qweight: [in / n, out] and qzeros: [groups, out / n], with scales: [groups, out].
+
+    g_idx: [in], the group of each input; without it, groups are consecutive.
+    ``stored_minus_one``: zero points are stored less one, as in the first version of the format.
+    """
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     per_word = WORD_BITS // bits
     is_right = qweight.dtype == torch.int32 and len(qweight.shape) == 2

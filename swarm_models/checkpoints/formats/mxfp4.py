@@ -25,7 +25,7 @@ def forms(config: Mapping[str, Any]) -> tuple[PackedForm, ...]:
 
 
 def _pack(name: str, parts: Parts) -> StoredTensor:
-    """Pack blocks [experts, out, groups, 16] bytes, scales [experts, out, groups] exponents -> [experts, in, out]."""
+    """Combine blocks: [experts, out, groups, 16] bytes, scales: [experts, out, groups] -> [experts, in, out]."""
     blocks, scales = parts["blocks"], parts["scales"]
     is_right = blocks.dtype == torch.uint8 and len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
     require(is_right, blocks, f"uint8 of shape [experts, rows, groups, {_GROUP_BYTES}]")

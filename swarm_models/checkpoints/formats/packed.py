@@ -98,6 +98,7 @@ class PackedForm:
     Attributes:
         parts: the suffix of each part's name after their common prefix, by role. No other tensor has the first suffix:
             wherever it occurs, all parts must exist.
+        weight: the suffix of the weight's own name, in full precision, after the same prefix.
         pack: makes the tensor of the given name from its parts. Raises CheckpointError if they do not fit together.
         optional: like ``parts``, for parts that may be absent.
         unused: suffixes of tensors that describe the quantisation of activations, which is not done here.

@@ -156,7 +156,7 @@ def _load_config(raw: dict[str, Any], path: Path) -> PreTrainedConfig:
 
     config: PreTrainedConfig
     with any_error_as(refusal):
-        if model_type != written:
+        if model_type != written:  # AutoConfig would ask for the repository's code
             config = CONFIG_MAPPING[model_type].from_dict({**raw, "model_type": model_type})
         else:
             config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)

@@ -63,7 +63,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The header of one file: ``values`` has no arrays, and ``tensors`` are by llama.cpp's names."""
+    """The header of one file: its ``values``, without arrays, and its ``tensors``, by llama.cpp's names."""
 
     values: dict[str, Any]
     tensors: dict[str, GgufTensor]
@@ -106,6 +106,7 @@ class _Reader:
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
             raise self._damaged("its general.alignment is no size")
         entries = [self._entry() for _ in range(num_tensors)]
+        # Offsets count from the first aligned byte behind the header.
         start = -(-self._file.tell() // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, shape, type_, offset in entries:
@@ -129,7 +130,7 @@ class _Reader:
         if len(name) > MAX_NAME or not 0 < num_dims <= _MAX_DIMS:
             raise self._damaged(f"it has a tensor {name[:MAX_NAME]!r} of {num_dims} dimensions")
         sizes = tuple(self._number("Q") for _ in range(num_dims))
-        return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")
+        return name, tuple(reversed(sizes)), self._number("I"), self._number("Q")  # ggml has the innermost size first
 
     def _value(self, kind: int) -> Any:
         """Read a value; skip an array and return None."""

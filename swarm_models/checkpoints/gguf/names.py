@@ -52,7 +52,10 @@ class _Names:
 
 
 def model_names(config: PreTrainedConfig, architecture: str) -> ModelNames:
-    """Return the names; raise NotImplementedError or another transformers error if there is no table for the model."""
+    """Return the names of a model's tensors.
+
+    Raises NotImplementedError, or another error of transformers, if there is no table for the model.
+    """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     with hf_loader(), torch.device("meta"), weight_init.no_init_weights(), RangesOnCpu():

@@ -14,6 +14,7 @@ from swarm_protocol.errors import UnsupportedModel
 
 FACTORS = "rope_freqs.weight"  # llama.cpp divides frequencies by these: [head_dim / 2] fp32
 OTHER_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+# llama.cpp's converter writes the factors alone. These settings are the same in all models of Llama 3.1 to 3.3.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -35,7 +36,7 @@ def missing_rope(config: PreTrainedConfig, header: GgufHeader, path: Path) -> di
     if TYPES[stored.type][0] != "F32":
         raise UnsupportedModel(f"{path} holds {FACTORS} as {TYPES[stored.type][0]}: expected F32")
     factors = stored.rows.read().view(torch.float32).flatten()
-    scaling = {"factor": round(float(factors.max()), 3), **_LLAMA3}
+    scaling = {"factor": round(float(factors.max()), 3), **_LLAMA3}  # the lowest frequencies get the whole factor
     expected = _llama3_factors(len(factors), float(rope["rope_theta"]), **scaling)
     if not torch.allclose(factors, expected, rtol=1e-3):
         raise UnsupportedModel(f"{path} scales rotary embeddings by factors of its own: expected those of Llama 3.1")

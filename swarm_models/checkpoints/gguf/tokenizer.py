@@ -27,5 +27,5 @@ def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Pre
     with tempfile.TemporaryDirectory() as alone:  # keeps out the tokenizer of another model beside the file
         (Path(alone) / path.name).symlink_to(path)
         tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
-    tokenizer.name_or_path = str(name_or_path)
+    tokenizer.name_or_path = str(name_or_path)  # and not the temporary directory
     return tokenizer

@@ -77,8 +77,8 @@ class GgufWeights:
         with any_error_as(partial(_unsupported, self._path)):
             self._model = model_names(self.config, first.architecture)
         self._parts: dict[str, dict[str, GgufTensor]] = {}
+        name_of = self._model.of_gguf
         for key, tensor in stored.items():
-            name_of = self._model.of_gguf
             full = name_of.get(key) or name_of.get(key.removesuffix(".weight"))  # the names of experts lack this suffix
             if full is not None:
                 self._parts.setdefault(full, {})[key] = tensor
@@ -118,6 +118,7 @@ class GgufWeights:
         if not heads:
             return ratios, 1
         (num_heads,) = heads
+        # A tile has whole heads, because the processor reorders rows within a head.
         return (ratios, num_rows // num_heads) if num_heads and num_rows % num_heads == 0 else ({}, 1)
 
     def fingerprint(self) -> str:
@@ -172,7 +173,10 @@ def _unpack(
     model: ModelNames,
     **rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Unpack all rows or some. rows: [rows, bytes of a row] of each part, by llama.cpp's names; experts have two."""
+    """Unpack all rows or some. rows: [rows, bytes of a row] of each part, by llama.cpp's names.
+
+    Fused experts of transformers have two parts, gate and up.
+    """
     unpacked: dict[str, torch.Tensor] = {}
     for key, type_, part_shape in types:
         values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])

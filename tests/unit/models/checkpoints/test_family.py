@@ -34,6 +34,7 @@ def family(model_type: str = "llama", owner: str = "", cache_argument: str = "pa
         num_blocks=3,
         hidden_size=8,
         block_parameters=(5, 5, 7),
+        linears=((), (), ()),
     )
 
 
