@@ -192,7 +192,7 @@ class _Transfers:
 
     async def _work(self, member: OfferingMember) -> None:
         peer_id, took_s = member.peer_id, _LEAST_STEAL_S
-        while self._todo:
+        while self._todo and peer_id not in self._download.blocked:  # the other stream may have got wrong bytes
             member = self._members.get(peer_id, member)  # the member may have more pieces by now
             piece = self._next(member, took_s)
             if piece is None:

@@ -102,6 +102,19 @@ def test_a_wrong_byte_is_refused_and_its_sender_blocked(scene: Scene) -> None:
     assert 1 <= asked <= 2  # one on each stream
 
 
+def test_a_member_that_has_sent_a_wrong_byte_is_asked_for_nothing_else(scene: Scene) -> None:
+    class LyingOnce(FakeMember):
+        async def read(self, digest: bytes) -> AsyncGenerator[bytes, None]:
+            self.lies = not self.sent
+            async for part in super().read(digest):
+                yield part
+
+    liar = LyingOnce("liar", scene.source, scene.manifest, part_s=0.1)
+    scene.run(lambda: scene.download(liar, scene.member("honest")).fetch(scene.all()))
+    assert scene.is_complete() and scene.blocked == ["liar"]
+    assert len(liar.sent) <= 2  # one on each stream
+
+
 def test_members_leave_and_others_come(scene: Scene) -> None:
     leaving, late = scene.member("leaving", fails_after=3), scene.member("late")
     late.is_there = False
