@@ -1,9 +1,11 @@
 """A parallel download of pieces from several members; each piece is verified before it counts.
 
 A member gets its next request whenever it has sent a piece, so that fast members send more. A late piece is requested
-from another member, too. A member that fails or is too slow is replaced, and a member that sends wrong bytes is never
-asked again. The number of pieces in flight adapts so that each keeps a minimum speed (AIMD, as in TCP's congestion
-control): a slow line is not divided further.
+from another member, too. A member that fails or is too slow is replaced, and a member that sends wrong bytes is not
+asked again.
+
+The number of pieces in flight adapts so that each keeps a minimum speed, as in TCP's congestion control: the
+number grows by one with each piece, and falls below its present value with each piece that is too slow.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ class _Transfers:
         self._is_done = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until all pieces are there; raise CheckpointError if a piece cannot be written, or none arrives."""
+        """Return when all pieces are there; raise CheckpointError if a piece cannot be written, or none arrives."""
         seeking = asyncio.ensure_future(self._seek())
         done = asyncio.ensure_future(self._is_done.wait())
         try:
@@ -214,7 +216,7 @@ class _Transfers:
                 if len(self._working) >= _MAX_MEMBERS:
                     return  # so that other members are asked
                 wait_s = _BUSY_S
-            except CheckpointError:
+            except CheckpointError:  # of this machine's disk: another member would not help
                 raise
             except SwarmError as error:
                 self._count_failure(peer_id, error)
@@ -237,7 +239,7 @@ class _Transfers:
         return next((each for each in late if member.has(each) and member.peer_id not in self._senders[each]), None)
 
     def _count_refusal(self, peer_id: str, error: PeerBusy) -> None:
-        if self._alive_s <= self._arrived_s:
+        if self._alive_s <= self._arrived_s:  # the first refusal since a piece has arrived
             _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
         self._alive_s = self._clock()
         self._refusals[peer_id] += 1
@@ -277,7 +279,7 @@ class _Transfers:
                 if part is None:
                     break
                 data += part
-                judged_s = self._clock() - start_s - _IDLE_S
+                judged_s = self._clock() - start_s - _IDLE_S  # a piece may begin slowly
                 if judged_s > 0:
                     if len(data) < min(piece.size_bytes, LEAST_BYTES_PER_S * judged_s):
                         raise _TooSlow(f"it sends less than {LEAST_BYTES_PER_S / 1024:g} KiB/s", member.peer_id)
@@ -287,7 +289,10 @@ class _Transfers:
         return data
 
     async def _take(self, piece: Piece, data: bytearray, member: OfferingMember) -> bool:
-        """Return whether to ask the member for more. While a piece is written, no other member is asked for it."""
+        """Store a piece, and return whether to ask the member for more.
+
+        While a piece is written, no other member is asked for it.
+        """
         self._begun_s.pop(piece, None)
         self._num_written += 1
         try:

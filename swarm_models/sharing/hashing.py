@@ -63,7 +63,7 @@ class FileHashes:
                     whole.update(data)
                     piece.update(data)
                     left -= len(data)
-                if left < PIECE_BYTES:
+                if left < PIECE_BYTES:  # no empty piece behind a file of whole pieces
                     pieces.append(piece.digest())
                     size_bytes += PIECE_BYTES - left
                 if left:

@@ -179,6 +179,7 @@ def agreed(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _most(files: Iterable[SharedFile | None]) -> SharedFile | None:
+    """Return the most frequent of the files; None among them is the vote of a manifest without such a file."""
     counts = Counter(files)
     return min(counts, key=lambda file: (-counts[file], "" if file is None else file.key))
 

@@ -40,7 +40,7 @@ class OfferingMembers:
         self._known: list[OfferingMember] = []
         self._known_s = -inf
         self._manifests: dict[bytes, Manifest] = {}  # by digest: most members offer the same one
-        self._parsing = asyncio.Lock()
+        self._parsing = asyncio.Lock()  # one offer at a time: the next one finds the same manifest parsed
 
     async def find(self) -> list[OfferingMember]:
         """Ask some of the members for their offers, or return the known offers if they are recent."""

@@ -33,6 +33,7 @@ _SHOWN_MODELS = 5
 _LOOKS, _LOOK_S = 10, 3.0  # for members that offer files
 _MODEL_LOOKS = 4  # for servers
 _DHT_S = 60.0  # then the DHT counts as gone: hivemind waits for ever for a daemon that has ended
+# The fingerprint of a directory or a GGUF file, or a commit of the hub.
 _REVISION = re.compile(r"[0-9a-f]{16}|[0-9a-f]{40}")
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ async def open_served(
         if found is not None:
             return found
     members = OfferingMembers(revision, view, swarm.stub)
-    kept = remembered(name, revision, wanted)
+    kept = await asyncio.to_thread(remembered, name, revision, wanted)
+    # A wanted manifest needs no vote. Without a wish, the members' vote of today counts more than an earlier download.
     manifest = (kept if wanted else None) or await _manifest(members, wanted) or kept
     if manifest is None:
         raise CheckpointError(

@@ -78,7 +78,7 @@ class PieceStore:
             return frozenset(range(len(file.pieces)))
         try:
             marks = self._marks(file).read_bytes()
-            if self._incomplete(file).stat().st_size != file.size_bytes:
+            if self._incomplete(file).stat().st_size != file.size_bytes:  # then the marks are of a deleted file
                 return frozenset()
         except OSError:
             return frozenset()
@@ -112,7 +112,7 @@ class PieceStore:
             with _opened(self._incomplete(file)) as descriptor:
                 self._begin(file, descriptor)
                 _write_at(descriptor, data, index * PIECE_BYTES)
-                os.fsync(descriptor)
+                os.fsync(descriptor)  # before the mark, which must never be true of data that a power cut has lost
             with _opened(self._marks(file)) as descriptor:
                 _write_at(descriptor, _VERIFIED, index)
             if len(self.held(file)) == len(file.pieces):

@@ -63,6 +63,7 @@ class SwarmFiles:
             self._fetch([(file, file.pieces_of(0, LENGTH_BYTES))])
             with self.store.path(file).open("rb") as opened:
                 header_bytes = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+            # A length above the limit is false, and is refused when the header is read.
             self._fetch([(file, file.pieces_of(0, LENGTH_BYTES + min(header_bytes, MAX_HEADER_BYTES)))])
         return self.store.path(file)
 
