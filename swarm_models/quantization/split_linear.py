@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -87,13 +86,12 @@ def _has_rows(layer: Any, plain: set[torch.nn.Module]) -> bool:
 
 
 def _part(layer: Any, rows: slice, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a layer of some rows, copied to a device. Weight and bias, where they are parameters, are [out, …]."""
-    part = copy.copy(layer)
-    part._parameters = {
-        name: None if whole is None else torch.nn.Parameter(whole[rows].to(device, copy=True), requires_grad=False)
-        for name, whole in layer._parameters.items()
-    }
-    part.out_features = rows.stop - rows.start
-    if hasattr(layer, "quantized"):
-        part.quantized = layer.quantized.part(rows, device, dtype)
-    return part
+    """Return a layer of some rows, copied to a device."""
+    if isinstance(layer, QuantizedLinear):
+        weight: Any = layer.quantized  # see ``_has_rows``
+        bias = None if layer.bias is None else layer.bias[rows]
+        return QuantizedLinear(weight.part(rows, device, dtype), bias).to(device)
+    part = type(layer)(layer.in_features, rows.stop - rows.start, layer.bias is not None, device="meta")
+    parameters = {name: whole[rows].to(device, copy=True) for name, whole in layer.named_parameters()}
+    part.load_state_dict(parameters, assign=True)
+    return part.requires_grad_(False)
