@@ -93,11 +93,11 @@ class FbgemmWeight(Int8Weight):
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             return False
         try:
-            weight = cls(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([0.5]))
-            product, unpacked = weight.matmul(torch.eye(2)), weight.dequantize()
+            weight = cls(torch.tensor([[3, -2]], dtype=torch.int8), torch.tensor([0.5], dtype=torch.float32))
+            product, unpacked = weight.matmul(torch.eye(2, dtype=torch.float32)), weight.dequantize()
         except (AttributeError, RuntimeError):  # a later torch may lack these operators
             return False
-        return torch.equal(unpacked, torch.tensor([[1.5, -1.0]])) and torch.allclose(product, unpacked.T)
+        return unpacked.tolist() == [[1.5, -1.0]] and torch.allclose(product, unpacked.T)
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.shape = q.shape

@@ -195,6 +195,18 @@ def test_default_dtype_does_not_matter(implementation, rows):
         assert one.dtype == other.dtype == torch.float32 and torch.equal(one, other)
 
 
+def test_fbgemm_is_found_whatever_the_default_dtype():
+    found = FbgemmWeight.is_available()
+    FbgemmWeight.is_available.__func__.cache_clear()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert FbgemmWeight.is_available() == found
+    finally:
+        torch.set_default_dtype(default)
+        FbgemmWeight.is_available.__func__.cache_clear()
+
+
 @all_implementations
 @pytest.mark.parametrize("shape", [(300, 64), (37, 61)])
 @pytest.mark.parametrize("leading", [(1,), (2, 15)])
