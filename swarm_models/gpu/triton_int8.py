@@ -77,8 +77,9 @@ def _multiply(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
+    # A program computes all rows of CHANNELS channels. SIDE: num_rows, rounded up to what tl.dot takes.
     rows, channels = tl.arange(0, SIDE), tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    first_of_channel = channels.to(tl.int64) * width
+    first_of_channel = channels.to(tl.int64) * width  # large weights have more than 2**31 elements
     total = tl.zeros([SIDE, CHANNELS], tl.float32)
     for first in range(0, width, WIDTH):
         columns = first + tl.arange(0, WIDTH)
@@ -90,7 +91,7 @@ def _multiply(
             (channels < num_channels)[None, :] & (columns < width)[:, None],
             0,
         )
-        total += tl.dot(left, right.to(TYPE), input_precision="ieee")
+        total += tl.dot(left, right.to(TYPE), input_precision="ieee")  # otherwise fp32 is rounded to TF32
     total *= tl.load(scale + channels, channels < num_channels, 0)[None, :]
     tl.store(
         output + rows[:, None] * num_channels + channels[None, :],

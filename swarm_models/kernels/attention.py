@@ -57,7 +57,7 @@ class PagedRows:
 
     @classmethod
     def of_one_part(cls, numbers: Sequence[int]) -> PagedRows:
-        """Return rows of one part each; ``numbers``: those of each part, as in ``PartOfPage``."""
+        """Return rows of one part each; ``numbers`` are the fields of each part, in the order of ``PartOfPage``."""
         rows = cls(())
         rows._keep(numbers, range(len(numbers) // len(PartOfPage._fields) + 1))
         return rows
@@ -73,7 +73,7 @@ def channel_table(data: Sequence[torch.Tensor]) -> Numbers:
     table: list[int] = []
     for tensor in data:
         fits = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
-        table += (tensor.data_ptr() if fits else 0, tensor.shape[1], tensor.shape[3])
+        table += (tensor.data_ptr() if fits else 0, tensor.shape[1], tensor.shape[3])  # 0: the kernel refuses the page
     return Numbers(table)
 
 

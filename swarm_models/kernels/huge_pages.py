@@ -1,4 +1,4 @@
-"""Memory in huge pages where the system has them; it is read 5 to 12 % faster."""
+"""Memory in huge pages where the system has them. Weights in it are read 5 to 12 % faster."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class HugePages:
             return part
 
     def _map(self, size_bytes: int) -> mmap.mmap:
+        # With room to begin at a huge page, wherever the system puts the mapping.
         memory = mmap.mmap(-1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self._mapping = weakref.ref(memory)

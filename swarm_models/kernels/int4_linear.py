@@ -53,11 +53,12 @@ def groups_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 def _rounded_scale(scale: torch.Tensor) -> torch.Tensor:
     """Round to the upper 12 bits after the sign bit, in place; the scale must be contiguous fp32."""
+    # Adds half of the lowest bit that stays. A carry goes into the exponent, as rounding up to a power of two must.
     return scale.view(torch.int32).add_(1 << 18).bitwise_and_(-1 << 19).view(torch.float32)
 
 
 def _scale_and_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Return int32 values of which the lower 16 bits count."""
+    """Return int32 values whose lower 16 bits are groups: 12 bits of the scale, then 4 of the zero point."""
     return (scale.view(torch.int32) >> 15).bitwise_or_(zero.int())
 
 
@@ -163,7 +164,7 @@ def _in_integers(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     finite = top < torch.inf
     units = top / 8192
     per_unit = torch.where(finite & (top > 0), 1 / units, 0.0)
-    per_unit[per_unit == torch.inf] = 0
+    per_unit[per_unit == torch.inf] = 0  # rows of numbers below 2**-115 become zeros
     integers = torch.where(finite, x * per_unit, 0.0).round_()
     return torch.where(finite, units, torch.nan), integers
 

@@ -1,8 +1,8 @@
 """Int8 weights on CPU: one byte per weight, fp32 in and out, fp32 accuracy except for the rounded weight.
 
-There are three implementations of ``Int8Weight``. ``KernelWeight``, in ``swarm_models/kernels``, is the
-fastest where it was compiled and the processor has instructions for byte products. ``FbgemmWeight`` comes next, but
-PyTorch has announced that it will drop the quantised dtypes which fbgemm's operators need
+There are three implementations of ``Int8Weight``. ``KernelWeight``, in ``kernel_weight.py``, is the fastest where the
+kernel was compiled and the processor has instructions for byte products. ``FbgemmWeight`` comes next, but PyTorch has
+announced that it will drop the quantised dtypes which fbgemm's operators need
 (https://github.com/pytorch/pytorch/issues/184982). ``PlainWeight`` needs only plain int8 tensors.
 """
 
@@ -107,7 +107,7 @@ class FbgemmWeight(Int8Weight):
         self._keeps_transpose = False
         self._transpose: FbgemmWeight | None = None  # without the scales
         zero_points = torch.zeros(len(q), dtype=torch.long)
-        engine = torch.backends.quantized.engine
+        engine = torch.backends.quantized.engine  # a setting of the process, by which torch chooses how to pack
         torch.backends.quantized.engine = "fbgemm"
         try:
             with warnings.catch_warnings():

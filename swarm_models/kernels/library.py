@@ -201,7 +201,7 @@ def _gomp_parallel() -> int | None:
     """Return the address of OpenMP's entry point in the library that torch uses, so that both share threads."""
     directory = Path(torch.__file__).parent / "lib"
     libraries = sorted(path for name in ("libgomp*", "libiomp*", "libomp*") for path in directory.glob(name))
-    for path in [*map(str, libraries), None]:
+    for path in [*map(str, libraries), None]:  # None: whatever this process has loaded
         try:
             function = ctypes.CDLL(path).GOMP_parallel
         except (OSError, AttributeError):

@@ -33,7 +33,7 @@ static void make_digits(const float *x, const float *factor, long rows, long wid
         const bool finite = top_bits < 0x7f800000u;
         const float unit = top / 8192;  // exact unless subnormal, since 8192 is a power of two
         float per_unit = finite && top > 0 ? 1 / unit : 0;
-        if (!(per_unit < INFINITY)) per_unit = 0;
+        if (!(per_unit < INFINITY)) per_unit = 0;  // rows of numbers below 2**-115 become zeros
         const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
         int32_t sum_hi = 0, sum_lo = 0;
         for (long i = 0; i < width; i++) {
@@ -80,7 +80,7 @@ ALWAYS_INLINE void add_products(const int8_t *digits, long padded, const uint8_t
         });
         for (long k = 0; k < steps; k++) {
             const uint8_t *here = weights + k * STRIP * 4 + FIRST * LANES * 4;
-                        each<0, LINES>([&](auto line) INLINE { PREFETCH_FAR(ahead + (k * LINES + line) * LINE); });
+            each<0, LINES>([&](auto line) INLINE { PREFETCH_FAR(ahead + (k * LINES + line) * LINE); });
             each<0, TILES>([&](auto t) INLINE { w[t] = load(here + t * LANES * 4); });
             each<0, N>([&](auto n) INLINE {
                 const Vec d = spread(digits + n * padded + 4 * k);

@@ -83,7 +83,7 @@ def quantize_(
     quantizer = _Quantizer(method, device, compute_dtype, int8_weight, int4_weight)
     num_expert_weights = 0
     if method != "none":
-        layouts = {name: ExpertLayout.of(part) for name, part in module.named_modules()}
+        layouts = {name: ExpertLayout.of(part) for name, part in module.named_modules()}  # before any is replaced
         for name, layout in layouts.items():
             if layout is not None:
                 experts = module.get_submodule(name)
@@ -151,7 +151,10 @@ def quantized_linear(
     eight_bits: bool = False,
     int8_weight: type[Int8Weight] | None = None,
 ) -> tuple[torch.nn.Module, Report]:
-    """Return the layer that ``quantize_`` makes of a linear one, and its report; read it in tiles. bias: [out]."""
+    """Return the layer that ``quantize_`` makes of a linear one, and its report. bias: [out].
+
+    The weight is read in tiles if its format allows it.
+    """
     quantizer = _Quantizer(method, device, compute_dtype, int8_weight)
     layer = quantizer.linear(stored.read, bias, stored, eight_bits=eight_bits).to(device)
     return layer, quantizer.report(layer)

@@ -62,6 +62,7 @@ def _part_sizes(width: int) -> list[int]:
 def _compensated(weight: torch.Tensor, moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round group after group; the errors of each are spread over the groups that follow. Both are fp64."""
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
+    # Upper triangular: row i says how the error of input i is spread over later inputs (the paper's Cholesky form).
     factor = torch.linalg.cholesky(inverse, upper=True)
     left, rounded = weight.clone(), []
     for start in range(0, weight.shape[1], GROUP):
@@ -78,6 +79,7 @@ def _round_group(values: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tens
     values: [out, 32], changed in place; factor: [32, 32], upper triangular -> q: [out, 32] uint8, groups: [out] int16,
     errors: [out, 32], each divided by its place on the diagonal.
     """
+    # An error costs its square, divided by the squared diagonal: what later inputs cannot compensate.
     scale, zero = fitted_groups(values, factor.diagonal() ** -2)
     q, errors = torch.empty(values.shape, dtype=torch.uint8), torch.empty_like(values)
     for i in range(GROUP):

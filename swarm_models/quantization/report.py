@@ -10,7 +10,7 @@ PLURALS = {"bias": "biases", "other": "others", "experts": "fused experts"}
 
 @dataclass(frozen=True)
 class Left:
-    """Parameters of one module that stay as they were: ``kind`` groups them, ``name`` finds them in the block."""
+    """Parameters of one module that stay as they were. ``name`` is the module's path in the block."""
 
     kind: str  # "linear", "experts", "router", "index", "norm", "bias" or "other"
     name: str

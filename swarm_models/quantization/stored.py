@@ -27,7 +27,7 @@ def stored_int8(stored: object) -> Rounded | None:
         return None
     if q.dtype == torch.uint8 and zero == TOP + 1:
         q, zero = (q.to(torch.int16) - zero).to(torch.int8), 0
-    if q.dtype != torch.int8 or zero != 0 or int(q.min()) < -TOP:
+    if q.dtype != torch.int8 or zero != 0 or int(q.min()) < -TOP:  # see ``TOP``
         return None
     return q, integers.scale.expand(len(q), 1)[:, 0].contiguous()
 
