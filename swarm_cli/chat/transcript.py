@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from swarm_cli.chat.conversation import Message
+from swarm_protocol.atomic_file import write_new, written_atomically
 
 _MAX_BYTES = 64 << 20
 
 
 def save(path: Path, model: str, messages: list[Message], *, overwrite: bool) -> None:
     """Write the conversation, completely or not at all. Raise ValueError if the file cannot be written."""
-    text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2)
+    text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
+    data = text.encode(errors="backslashreplace")  # typed bytes that are no UTF-8: JSON has the same escapes
     try:
-        if path.exists() and not overwrite:
-            raise ValueError(f"{path} is there already: /save! {path} overwrites it")
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as partial:
-            partial.write(text + "\n")
-        try:
-            if overwrite:
-                os.replace(partial.name, path)
-            else:
-                os.link(partial.name, path)  # fails if the file was made meanwhile
-        finally:
-            Path(partial.name).unlink(missing_ok=True)
+        if overwrite:
+            with written_atomically(path) as partial:
+                write_new(partial, data)  # only this user can read it
+        else:
+            write_new(path, data)
+    except FileExistsError:
+        raise ValueError(f"{path} is there already: /save! {path} overwrites it") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}") from None
 
@@ -37,7 +33,7 @@ def load(path: Path) -> list[Message]:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError(f"{path} is larger than {_MAX_BYTES >> 20} MiB: expected a conversation")
-        content: Any = json.loads(path.read_text())
+        content: Any = json.loads(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except (RecursionError, ValueError) as error:
