@@ -153,7 +153,8 @@ class Interrupt(TrainerCallback):
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        numbers = (signal.SIGINT, *ending_signals())
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # in a shell's background
+        numbers = [*ending_signals(), *(() if is_ignored else (signal.SIGINT,))]
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
