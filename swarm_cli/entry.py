@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from swarm_training.commands.staged import StagesBackend
 
-_GRANT = ["moderate", "grant"]  # of a run: the same as of a private swarm
+_GRANT = ["moderate", "grant"]  # `swarm train moderate grant` is the same as `swarm keys grant`
 
 
 def main() -> None:

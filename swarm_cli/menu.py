@@ -72,7 +72,7 @@ _ENTRIES = (
 
 
 def choose(ask: Ask = input, say: Say = print) -> list[str]:
-    """Return the words of the command that the user chooses, and say it; nothing if the user leaves.
+    """Return the words of the command that the user chooses, once they were shown; nothing if the user leaves.
 
     Raises:
         EOFError: the input has ended. KeyboardInterrupt: Ctrl-C.

@@ -22,7 +22,7 @@ def printed_answer(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], en
 
 
 class PrintedAnswer(TextStreamer):
-    """A streamer that prints an answer, and keeps its tokens; only this class knows those of an interrupted answer."""
+    """A streamer that prints an answer, and keeps its tokens, which an interrupted ``generate`` does not return."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -69,7 +69,7 @@ class Conversation:
             self._sent = prompt + answer.token_ids
             turns = [*messages, {"role": "assistant", "content": answer.text}]
             if answer.has_more and answer.text:
-                self._replace(turns)
+                self._replace(turns)  # the next prompt lacks the reasoning, so that it has other tokens
             elif answer.token_ids and not answer.has_more:
                 self.token_ids, self._text, self._messages = self._sent, text + answer.text, turns
         if answer.has_more and not answer.text:

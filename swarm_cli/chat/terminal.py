@@ -40,8 +40,10 @@ class PipeReader:
 
 
 class TerminalReader:
-    """A reader of turns at a terminal. Enter ends a turn, unless the line ends with a backslash. Alt+Enter begins a new
-    line, and pasted lines stay separate."""
+    """A reader of turns at a terminal. Enter ends a turn, unless the line ends with a backslash.
+
+    Alt+Enter begins a new line, and pasted lines stay separate.
+    """
 
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession(
@@ -72,7 +74,7 @@ class TerminalReader:
             prompt.exit(exception=EOFError())
 
     def say(self, text: str) -> None:
-        sys.stdout.flush()
+        sys.stdout.flush()  # the answer is on stdout, and belongs above
         print(f"{DIM}{text}{PLAIN}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
@@ -97,7 +99,7 @@ class _DimHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic f
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"\n{DIM}{super().format(record)}{PLAIN}"
+        return f"\n{DIM}{super().format(record)}{PLAIN}"  # an answer may be in the middle of its line
 
 
 def _bindings() -> KeyBindings:

@@ -46,7 +46,7 @@ def serve_command(args: argparse.Namespace) -> Command:
     def run() -> None:
         if settings.workers > 1 and settings.share is None:
             signals.unwind_on_signals()
-            return serve_by_workers(settings, [*command_like_this("serve"), *sys.argv[2:]])
+            return serve_by_workers(settings, [*command_like_this("serve"), *sys.argv[2:]])  # the flags as typed
         import_for_text()
         signals.unwind_on_signals()
         serve(settings, config, named_model(args), args.revision)

@@ -57,5 +57,6 @@ def parse_interval(text: str) -> float:
     except ValueError:
         interval_s = float("nan")
     if not _MIN_INTERVAL_S <= interval_s <= _MAX_INTERVAL_S:
-        raise ValueError(f"--watch is {text!r}: expected a number of seconds from {_MIN_INTERVAL_S:g} to 3600")
+        allowed = f"{_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g}"
+        raise ValueError(f"--watch is {text!r}: expected a number of seconds from {allowed}")
     return interval_s

@@ -190,8 +190,8 @@ def training_arguments(settings: FinetuneSettings, validates: bool, validates_fi
         save_total_limit=2,
         load_best_model_at_end=settings.early_stopping is not None,
         metric_for_best_model="eval_loss" if settings.early_stopping else None,
-        logging_steps=0.02,
-        logging_nan_inf_filter=False,
+        logging_steps=0.02,  # as a share of the run
+        logging_nan_inf_filter=False,  # a loss that is not finite is shown
         disable_tqdm=True,  # our own callbacks show progress
         dataloader_pin_memory=False,
         report_to="none",
@@ -218,6 +218,7 @@ def _train(
 
     disable_progress_bar()  # for writing checkpoints
     interrupt, after_step = Interrupt(), RandomState()
+    # A run that is resumed has validated before, unless it failed when it should have.
     validates_first = checkpoint is None or (validation is not None and misses_evaluation(checkpoint))
     trainer = AdapterTrainer(
         model,

@@ -55,7 +55,7 @@ class AdapterTrainer(Trainer):
         step, (_, saved) = self.state.global_step, last_checkpoint(Path(self.args.output_dir))
         if saved >= step or not all(bool(p.isfinite().all()) for p in self.model.parameters() if p.requires_grad):
             return saved
-        if not self._is_evaluating:
+        if not self._is_evaluating:  # the next step starts from the random numbers as they are after a validation
             after_step.restore()
         self._save_checkpoint(self.model, trial=None)
         return step
@@ -63,7 +63,7 @@ class AdapterTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._is_evaluating = True
         metrics = super().evaluate(*args, **kwargs)
-        self._is_evaluating = False
+        self._is_evaluating = False  # not if that fails, because ``save_last_step`` asks
         return metrics
 
 
@@ -85,7 +85,7 @@ def misses_evaluation(checkpoint: Path) -> bool:
 
 
 class StaysFinite(TrainerCallback):
-    """A callback that raises TrainingDiverged after a step that made weights infinite, before they are saved."""
+    """A callback that raises TrainingDiverged after a step that made weights infinite, before the weights are saved."""
 
     def on_step_end(  # type: ignore[override]  # the Trainer always passes the model
         self, _args: Any, _state: Any, _control: Any, *, model: Any, **_others: Any

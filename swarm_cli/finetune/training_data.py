@@ -89,7 +89,7 @@ def read_texts(path: Path) -> Iterator[TrainingText]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                text = line.decode().strip("\r\n").removeprefix("\ufeff")
+                text = line.decode().strip("\r\n").removeprefix("\ufeff")  # the mark with which Windows begins files
             except UnicodeDecodeError:
                 raise ValueError(f"line {number} of {path} is not UTF-8 text") from None
             if text.strip():

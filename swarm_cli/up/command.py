@@ -62,7 +62,7 @@ def up_command(args: argparse.Namespace) -> Command:
             "the configuration file"
         )
     check_files(server)
-    listen(settings.host, settings.port).close()  # before the server takes its time to start
+    listen(settings.host, settings.port).close()  # a port that is taken is an error now, not when the server is ready
 
     def run() -> None:
         from swarm_cli.up.running import is_browser_wanted, look_at, open_page, run_up

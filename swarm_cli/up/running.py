@@ -62,7 +62,7 @@ def run_up(
 
 
 class _Readiness:
-    """Tells whether a gateway can answer, and says once what it waits for."""
+    """A check whether a gateway can answer, which says once what the gateway waits for."""
 
     def __init__(self, page: str, look: Look, say: Callable[[str], None]) -> None:
         self._page, self._look, self._say = page, look, say
@@ -71,7 +71,7 @@ class _Readiness:
     def look(self) -> SwarmJson | None:
         """Return what the monitor says once all blocks of the gateway's model have servers."""
         swarm = self._look(self._page)
-        if swarm is None or not swarm["servers"]:
+        if swarm is None or not swarm["servers"]:  # the gateway does not see the server yet
             return None
         if swarm["status"] != "down":
             return swarm
@@ -86,7 +86,7 @@ class _Readiness:
 def _joining(swarm: SwarmJson) -> str:
     """Return how another machine joins."""
     command, note = (printable(swarm[name], _MAX_COMMAND) for name in ("join_command", "join_note"))
-    if "--initial-peers" not in command and note:
+    if "--initial-peers" not in command and note:  # no other machine can join, and the note says why
         return note
     return f"Another machine joins with: {command}" + (f"\n  {note}" if note else "")
 

@@ -23,9 +23,9 @@ _LAST_LINES_S = 1.0  # for log lines that an ended child has written
 
 
 class ChildProcess:
-    """A command of ours that this process has started. It ends if this process is killed.
+    """A command of ours that this process has started. The command ends if this process is killed.
 
-    Ctrl-C does not reach it, because it is a process group of its own: the supervisor ends its children in order.
+    Ctrl-C does not reach the command, which is a process group of its own: the supervisor ends its children in order.
 
     Attributes:
         name: the name for messages, such as "server".
