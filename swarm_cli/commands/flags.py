@@ -40,17 +40,8 @@ _SERVERS = ConfigFlags(
         metavar="auto|none|lookup|NAME_OR_PATH",
     ),
     Flag("wait_timeout_s", "time to wait for servers of all blocks, and for room", name="wait", metavar="SECONDS"),
-    Flag(
-        "recovery_timeout_s",
-        "time for other servers to replace failed ones",
-        metavar="SECONDS",
-    ),
-    Flag(
-        "allowed_servers",
-        "use only these servers: peer ids or their ends",
-        name="allow",
-        metavar="PEER",
-    ),
+    Flag("recovery_timeout_s", "time for other servers to replace failed ones", metavar="SECONDS"),
+    Flag("allowed_servers", "use only these servers: peer ids or their ends", name="allow", metavar="PEER"),
     Flag("blocked_servers", "do not use these servers", name="block", metavar="PEER"),
     Flag(
         "weights",
@@ -80,9 +71,7 @@ def add_model_flags(command: argparse.ArgumentParser) -> None:
     add_remote_flags(command)
     SAMPLING.add_to(command)
     command.add_argument(
-        "--adapter",
-        metavar="DIR|NAME",
-        help="adapter from finetune or PEFT; or the name of one that servers have",
+        "--adapter", metavar="DIR|NAME", help="adapter from finetune or PEFT; or the name of one that servers have"
     )
 
 

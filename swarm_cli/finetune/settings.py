@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from operator import attrgetter
 from pathlib import Path
 
 from swarm_client.core.config import ClientConfig
@@ -143,7 +142,7 @@ class FinetuneSettings:
     def require_same(self, earlier: str) -> None:
         """Raise ValueError if a run with the ``earlier`` settings, as JSON, cannot be resumed with these settings."""
         theirs, ours = json.loads(earlier), json.loads(self.as_json())
-        for name in map(attrgetter("name"), fields(self)):
+        for name in (field.name for field in fields(self)):
             if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
                 flag = name.replace("_", "-")
                 raise ValueError(
@@ -189,11 +188,7 @@ FLAGS = ConfigFlags(  # without those of every command
     Flag("max_steps", "steps to train, instead of epochs", metavar="N"),
     Flag("batch_size", "examples computed at once", metavar="N"),
     Flag("gradient_accumulation", "batches added up for one step", metavar="N"),
-    Flag(
-        "sequence_length",
-        "most tokens of an example; by default 512, or the model's positions",
-        metavar="TOKENS",
-    ),
+    Flag("sequence_length", "most tokens of an example; by default 512, or the model's positions", metavar="TOKENS"),
     Flag("learning_rate", "by default 2e-4 for lora, 1e-2 for prompts", metavar="LR"),
     Flag("schedule", "schedule of the learning rate", metavar="|".join(SCHEDULES)),
     Flag("warmup_steps", metavar="N"),

@@ -47,11 +47,6 @@ class Int8Weight(QuantizedWeight):
 
     transpose_bytes: int = 0  # memory that ``keep_transpose`` takes; 0: gradients are fast without it
 
-    @classmethod
-    @abstractmethod
-    def is_available(cls) -> bool:
-        """Return whether this implementation runs with this torch on this machine."""
-
     def keep_transpose(self, wanted: bool) -> None:
         """Set whether ``matmul_grad`` keeps a copy of the weight, to be faster from its second call; thread-safe."""
 
@@ -90,6 +85,7 @@ class FbgemmWeight(Int8Weight):
     @classmethod
     @functools.cache
     def is_available(cls) -> bool:
+        """Return whether torch has fbgemm on this machine, with the operators that are needed."""
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             return False
         try:
@@ -176,10 +172,6 @@ class PlainWeight(Int8Weight):
 
     FEW_ROWS = 16  # up to here, not expanding the weight is faster
     ALIGNMENT = 32  # _weight_int8pack_mm reads whole vectors: with other widths it reads past the end of the weight
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return True
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.shape = q.shape

@@ -91,10 +91,7 @@ class QuantizedExperts(torch.nn.Module):
         self.emptied: Any = experts
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        top_k_index: torch.Tensor | None = None,
-        top_k_weights: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, top_k_index: torch.Tensor | None = None, top_k_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return [tokens, hidden_size]. hidden: [tokens, hidden_size], top_k_index and top_k_weights: [tokens, k].
 

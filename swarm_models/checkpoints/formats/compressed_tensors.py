@@ -82,10 +82,7 @@ def _pack_plain(name: str, parts: Parts, block: tuple[int, int] | None) -> Store
 
 
 def _unpack_plain(
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor | None = None,
-    g_idx: torch.Tensor | None = None,
+    weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None, g_idx: torch.Tensor | None = None
 ) -> Integers:
     zero = 0 if zero_point is None else _by_row(zero_point)
     return Integers(weight, _by_row(scale), zero, _order(g_idx))

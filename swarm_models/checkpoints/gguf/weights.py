@@ -182,10 +182,7 @@ def _unpack(
         values = _dequantize(rows.pop(key), type_).reshape(-1, *part_shape[1:])
         with any_error_as(partial(_does_not_fit, key, part_shape)):
             done = model.processor_for(Fraction(len(values), part_shape[0])).process(
-                weights=values,
-                name=key,
-                tensor_key_mapping=model.of_gguf,
-                parsed_parameters={"tensors": unpacked},
+                weights=values, name=key, tensor_key_mapping=model.of_gguf, parsed_parameters={"tensors": unpacked}
             )
         if done.name is not None:  # otherwise the processor has written into ``unpacked``
             unpacked[name] = torch.from_numpy(np.ascontiguousarray(done.weights, dtype=np.float32))
