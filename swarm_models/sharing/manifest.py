@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from swarm_models.checkpoints.checkpoint import GENERATION_CONFIG
 from swarm_models.checkpoints.files import CONFIG, GGUF, WEIGHTS, is_plain
 from swarm_models.checkpoints.formats.shards import INDEX
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_NAME_CHARS, MIB
@@ -143,7 +144,7 @@ class HeldPieces:
     held: Mapping[str, frozenset[int]]
 
     def to_proto(self) -> pb.Offer:
-        held = [_bits(self.held.get(file.key, ()), len(file.pieces)) for file in self.manifest.files]
+        held = [to_bits(self.held.get(file.key, ()), len(file.pieces)) for file in self.manifest.files]
         return pb.Offer(manifest=self.manifest.data, held=held)
 
     @classmethod
@@ -182,13 +183,6 @@ def _most(files: Iterable[SharedFile | None]) -> SharedFile | None:
     """Return the most frequent of the files; None among them is the vote of a manifest without such a file."""
     counts = Counter(files)
     return min(counts, key=lambda file: (-counts[file], "" if file is None else file.key))
-
-
-def _bits(indices: Iterable[int], count: int) -> bytes:
-    bits = bytearray(-(-count // 8))
-    for index in indices:
-        bits[index // 8] |= 1 << index % 8
-    return bytes(bits)
 
 
 def _set_bits(bits: bytes, count: int) -> frozenset[int]:

@@ -1,1 +1,1 @@
-"""Codecs that write the elements of tensors in fewer bytes: bfloat16, blocks of int8, blocks of 4 bits."""
+"""Elements of tensors in fewer bytes: bfloat16, blocks of int8, blocks of 4 bits; and sets of numbers as bits."""

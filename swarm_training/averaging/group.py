@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 
+from swarm_protocol.codecs.bitmap import is_partition
 from swarm_training.averaging.grid import needs_grid
-from swarm_training.core.bitmap import is_partition
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm_protocol.codecs.bitmap import contains, fits, from_bits, to_bits
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.attempt import DirectAttempt
@@ -25,7 +26,6 @@ from swarm_training.averaging.grid_attempt import GridAttempt
 from swarm_training.averaging.group import Group
 from swarm_training.compression.codecs import Codec
 from swarm_training.compression.error_feedback import ChunkPlace, ErrorFeedback
-from swarm_training.core.bitmap import contains, fits, from_bits, to_bits
 from swarm_training.core.callbacks import InThread
 from swarm_training.core.network import MessageStream, Network, ReduceStream
 from swarm_training.pb import training_pb2 as pb

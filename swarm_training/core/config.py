@@ -10,6 +10,7 @@ from swarm_training.core.checks import require, require_one_of
 
 WIRE_VERSION = 1
 MAX_MEMBERS = 128  # of a group: the leader describes all to each, 16 MB at once, while they wait ``silence_s``
+MAX_MICRO_BATCHES = 4096  # of a batch; they take 512 bytes of every record
 AGGREGATIONS = ("mean", "centered_clip")
 COUNTINGS = ("samples", "exact")
 CHUNK_ELEMENTS = 1 << 18  # elements of a vector in one message: 1 MiB in fp32

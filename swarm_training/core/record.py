@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import fsum, inf
 from typing import Any, Final
 
-from swarm_training.core.bitmap import MAX_MICRO_BATCHES, fits, size_of
-from swarm_training.core.config import WIRE_VERSION
+from swarm_protocol.codecs.bitmap import fits, size_of
+from swarm_training.core.config import MAX_MICRO_BATCHES, WIRE_VERSION
 from swarm_training.core.moment import Moment
 from swarm_training.pb import training_pb2 as pb
 

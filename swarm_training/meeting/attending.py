@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.group import Group
@@ -16,7 +17,6 @@ from swarm_training.averaging.round import AveragingRound
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.checkpoints.state_file import StateFile
 from swarm_training.compression.compressor import Phases
-from swarm_training.core.bitmap import to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.network import MeetStream

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from swarm_protocol.codecs.bitmap import from_bits, is_partition
 from swarm_training.averaging.grid import needs_grid
 from swarm_training.averaging.repair import repair
-from swarm_training.core.bitmap import from_bits, is_partition
 from swarm_training.core.config import MAX_MEMBERS
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress

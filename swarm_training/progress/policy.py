@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
 
-from swarm_training.core.bitmap import are_disjoint, is_partition
+from swarm_protocol.codecs.bitmap import are_disjoint, is_partition
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, PRESENT, Progress
 

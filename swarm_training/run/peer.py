@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from swarm_protocol.access.swarm_access import SwarmAccess
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.wire.printable import printable
 from swarm_training.averaging.group import Group
-from swarm_training.core.bitmap import MAX_MICRO_BATCHES, to_bits
-from swarm_training.core.config import TrainingConfig
+from swarm_training.core.config import MAX_MICRO_BATCHES, TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING, LEFT, TRAINING, HeldOutLoss, Kept, OfferedCheckpoint, Progress
 from swarm_training.core.signing import read_signed

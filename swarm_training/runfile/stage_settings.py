@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from swarm_training.core.bitmap import MAX_MICRO_BATCHES
 from swarm_training.core.checks import require, require_one_of
+from swarm_training.core.config import MAX_MICRO_BATCHES
 
 SUMS = ("fp32", "fp64")
 WIRE_FORMS = ("fp32", "fp64", "bf16", "int8")

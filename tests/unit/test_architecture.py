@@ -83,7 +83,7 @@ POLICIES = [
         "swarm_training/stages/placement": "stage_choice",
         "swarm_training/stages/resume": "agreement",
         "swarm_training/averaging": "chunks grid repair",
-        "swarm_training/core": "bitmap",
+        "swarm_protocol/codecs": "bitmap",
         "swarm_training/evaluation": "policy",
         "swarm_training/meeting": "leader",
         "swarm_training/progress": "policy",

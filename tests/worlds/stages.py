@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from swarm_protocol.access.swarm_access import SwarmAccess
+from swarm_protocol.codecs.bitmap import contains
 from swarm_protocol.errors import PeerMoved, PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
-from swarm_training.core.bitmap import contains
 from swarm_training.core.callbacks import InThread
 from swarm_training.core.config import RollbackPolicy, TrainingConfig
 from swarm_training.core.moment import Moment

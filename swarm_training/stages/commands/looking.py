@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from swarm_protocol.codecs.bitmap import from_bits
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.failures import first_line, logged_errors
 from swarm_protocol.process import network_loop
@@ -19,7 +20,6 @@ from swarm_training.checkpoints.checkpoint import read_losses, write_losses
 from swarm_training.commands.looking import shown_loss
 from swarm_training.contract.backend import Joining
 from swarm_training.contract.views import PeerView, RunView, StagePeerView, StageView
-from swarm_training.core.bitmap import from_bits
 from swarm_training.core.callbacks import Say
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import TRAINING, Progress

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from swarm_protocol.codecs.bitmap import contains
 from swarm_protocol.errors import PeerMoved
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.compression.codecs import codec_of
-from swarm_training.core.bitmap import contains
 from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import JOINING

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_protocol.codecs.bitmap import from_bits, to_bits
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.chunks import cut
 from swarm_training.averaging.repair import repair
 from swarm_training.averaging.rounds import Rounds
 from swarm_training.averaging.sums import ChunkSum
-from swarm_training.core.bitmap import from_bits, to_bits
 from tests.unit.held import held_bytes
 from tests.worlds.reducers import group_of, reduce_all
 from tests.worlds.runs import World

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_protocol.codecs.bitmap import contains, from_bits
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.error_feedback import ErrorFeedback
-from swarm_training.core.bitmap import contains, from_bits
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.reducers import Reducer, group_of

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_protocol.codecs.bitmap import are_disjoint, contains, fits, is_partition, size_of, to_bits
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.sums import ExactSum
-from swarm_training.core.bitmap import are_disjoint, contains, fits, is_partition, size_of, to_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Kept, Progress

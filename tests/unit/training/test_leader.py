@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from swarm_training.core.bitmap import to_bits
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, Progress

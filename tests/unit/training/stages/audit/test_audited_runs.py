@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from swarm_training.core.bitmap import from_bits
+from swarm_protocol.codecs.bitmap import from_bits
 from swarm_training.stages.engine.stage import Stage, StageGradients, StageOutput
 from swarm_training.stages.trainer.trainer import StepReport
 from tests.unit.training.stages.trainer.test_whole_runs import require_equal

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.checkpoints.checkpoint import write_losses
-from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING, HeldOutLoss, Progress
 from swarm_training.evaluation.policy import EvaluationHistory

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_server import command_line as server
 from swarm_training import command_line as train
 from swarm_training.commands import watching
 from swarm_training.commands.staged import StagesBackend
 from swarm_training.contract.backend import Backend, Joining, PeerAddress
 from swarm_training.contract.views import HeldOutView, RunView
-from swarm_training.core.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress
 from swarm_training.ledger.ledger import Ledger, LedgerLimits

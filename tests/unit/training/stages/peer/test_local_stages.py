@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from swarm_protocol.codecs.bitmap import from_bits
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.error_feedback import ErrorFeedback
-from swarm_training.core.bitmap import from_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.optim.local_steps import LocalSteps

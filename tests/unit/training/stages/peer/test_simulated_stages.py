@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swarm_training.core.bitmap import from_bits
+from swarm_protocol.codecs.bitmap import from_bits
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.stage_peer import LOOK_S

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarm_training.core.bitmap import to_bits
+from swarm_protocol.codecs.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.stages.routing.barrier import global_squared_norm, is_stranded, may_step, went_back_to

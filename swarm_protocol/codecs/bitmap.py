@@ -1,13 +1,11 @@
-"""Sets of small numbers as bytes, such as the chunks that a member holds or the micro-batches in a peer's sums."""
+"""Sets of small numbers as bytes, such as the pieces that a member holds or the micro-batches in a peer's sums."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
-MAX_MICRO_BATCHES = 4096  # of a batch; they take 512 bytes of every record
+from collections.abc import Iterable
 
 
-def to_bits(numbers: Collection[int], size: int) -> bytes:
+def to_bits(numbers: Iterable[int], size: int) -> bytes:
     """Return the set with one bit for each of ``size`` numbers, the lowest bit of a byte first."""
     data = bytearray(-(-size // 8))
     for number in numbers:
