@@ -53,6 +53,7 @@ def parse_args(
     names = [name for (name, *_), _ in leaves(parser)]
     if argv[0] not in names and not argv[0].startswith("-"):
         parser.exit(2, f"error: there is no command {argv[0]!r}: expected {', '.join(dict.fromkeys(names))}\n")
+    # Other packages apply the configuration file to their commands themselves.
     own = {name: each for name, each in leaves(parser) if name[0] not in others}
     apply_config(own, argv, CONFIG_RULES, all_parsers)
     return parser.parse_args(argv)

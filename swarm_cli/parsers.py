@@ -34,6 +34,7 @@ def whole_parser() -> argparse.ArgumentParser:
     below = client()
     for action in below._actions:
         if isinstance(action, argparse._SubParsersAction):
+            # argparse keeps the help texts of commands there alone.
             helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, each in action.choices.items():
                 _add(commands, name, each, helps[name])
@@ -68,5 +69,5 @@ def completion_parser() -> argparse.ArgumentParser:
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, parser: argparse.ArgumentParser, text: str
 ) -> None:
-    commands.add_parser(name, help=text)
+    commands.add_parser(name, help=text)  # makes the command's line in the help
     commands.choices[name] = parser

@@ -86,6 +86,7 @@ def _grant(args: argparse.Namespace) -> Command:
     role = Role.parse(args.role)
     if not 0 < args.days <= _MAX_DAYS:
         raise ValueError(f"--days is {args.days:g}: expected a number above 0, up to {_MAX_DAYS:g}")
+    # The base58 form of a SHA-256, which the peer ids of RSA keys are.
     if args.peer is not None and not re.fullmatch("Qm[1-9A-HJ-NP-Za-km-z]{44}", args.peer):
         raise ValueError(f"--peer {args.peer!r} is no peer id: expected what `swarm keys identity` prints")
     if args.out is None and not re.fullmatch(r"\w[\w.-]*", args.member):
@@ -166,6 +167,7 @@ def _identity(args: argparse.Namespace) -> Command:
 
     def run() -> None:
         path = args.file
+        # ``load_or_create`` would fail if a server runs, which has locked the file.
         print((Identity.load(path) if path.exists() else Identity.load_or_create(path)).peer_id)
 
     return run
