@@ -39,7 +39,7 @@ def run_up(
     show_page: Callable[[str], None],
     say: Callable[[str], None] = say,
 ) -> None:
-    """Run a server and a gateway until a signal, which is the normal end, and end them in order.
+    """Run a server and a gateway until a signal, then end them in order.
 
     ``look`` gets the address of the gateway's pages, and returns what its monitor says, or None if it does not answer.
 

@@ -125,7 +125,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def sees(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this (whole) config takes pictures, and servers compute what it does with them."""
+    """Return whether a model of this (whole) config takes pictures, also in a swarm: see ``TEXT_ALONE``."""
     return text_config(config) is not config and config.model_type not in TEXT_ALONE
 
 

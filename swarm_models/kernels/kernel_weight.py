@@ -1,4 +1,4 @@
-"""The weights that the C++ kernel multiplies, and those in int8."""
+"""Weights in the layouts of the C++ kernel: what they have in common, and the int8 layout."""
 
 from __future__ import annotations
 

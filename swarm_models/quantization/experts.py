@@ -18,7 +18,7 @@ Matrices = torch.Tensor | StoredTensor | Sequence[StoredTensor]
 
 
 class BuildLinear(Protocol):
-    """A function that builds a layer; see ``_Quantizer.linear``."""
+    """A function that builds a quantised layer, as ``_Quantizer.linear`` does."""
 
     def __call__(
         self, take_weight: Callable[[], torch.Tensor], bias: torch.Tensor | None, stored: StoredTensor | None = None

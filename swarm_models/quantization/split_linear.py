@@ -61,7 +61,7 @@ def split_rows(num_rows: int, members: int) -> list[int]:
 def split_linears_(module: torch.nn.Module, devices: Sequence[torch.device], dtype: torch.dtype) -> None:
     """Replace linear layers that are on the first device by layers over all ``devices``, which may be repeated.
 
-    Layers with fewer than ``STRIP`` rows for each device stay, as do layers in formats that have no rows.
+    Layers with fewer than ``STRIP`` rows for each device stay, as do layers in formats that cannot be split by rows.
     """
     _split_children(module, {module.get_submodule(name) for name in linear_names(module)}, devices, dtype)
 

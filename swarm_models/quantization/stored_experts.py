@@ -53,7 +53,7 @@ def _replace_by_parts(
 
 
 def _with_role(role: Sequence[str], stored: Mapping[str, StoredTensor]) -> Iterator[tuple[int, StoredTensor]]:
-    """Yield the tensors of single experts whose names say one of these words, each with its expert's number."""
+    """Yield the weights of single experts that have one of these names, each with its expert's number."""
     for name, tensor in stored.items():
         match = _OF_ONE.search(name)
         if match is not None and match[2] in role:
