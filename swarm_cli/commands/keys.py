@@ -90,7 +90,7 @@ def _grant(args: argparse.Namespace) -> Command:
     if args.peer is not None and not re.fullmatch("Qm[1-9A-HJ-NP-Za-km-z]{44}", args.peer):
         raise ValueError(f"--peer {args.peer!r} is no peer id: expected what `swarm keys identity` prints")
     if args.out is None and not re.fullmatch(r"\w[\w.-]*", args.member):
-        raise ValueError(f"no file can be called like the member {args.member!r}: give one by --out")
+        raise ValueError(f"the name of the member {args.member!r} cannot be that of a file: give a file by --out")
     path = args.out or Path(f"{args.member}.membership")
     key = _key(args)
     identity = None if args.peer else Identity.generate()

@@ -146,7 +146,7 @@ class FinetuneSettings:
             if name not in _MAY_CHANGE and theirs.get(name) != ours[name]:
                 flag = name.replace("_", "-")
                 raise ValueError(
-                    f"the run in {self.output} has --{flag} {theirs.get(name)}, not {ours[name]}: resume it with that"
+                    f"the run in {self.output} has --{flag} {theirs.get(name)}, not {ours[name]}: give the same value"
                 )
 
     def require_same_data(self, earlier: str, digests: Mapping[str, str]) -> None:

@@ -87,7 +87,7 @@ def check_location(name_or_path: str, revision: str | None = None) -> None:
         )
     elif name_or_path.startswith(FROM_SWARM):
         raise ValueError(
-            f"{name_or_path} is for files that members give: expected a directory, a GGUF file or a name on the hub"
+            f"{name_or_path} takes files from members: expected a directory, a GGUF file or a name on the hub"
         )
     # On the hub, a model has at most one slash in its name, and a GGUF file of a model has two or more.
     elif name_or_path.startswith(("/", "./", "../", "~")) or (name_or_path.count("/") > 1) != is_gguf:
@@ -104,7 +104,7 @@ def check_source(weights: str, model: str) -> None:
     """Raise ValueError if a manifest is given for a model whose files need not come from members."""
     if weights and not model.startswith(FROM_SWARM):
         raise ValueError(
-            f"weights are those of other members, and {model} may come from this machine or the hub: expected "
+            f"weights name a manifest of other members, and {model} may come from this machine or the hub: expected "
             f"model {FROM_SWARM}{model}"
         )
 

@@ -188,8 +188,8 @@ class _Transfers:
         piece = next(iter(self._todo))
         raise CheckpointError(
             f"no member of the swarm gives piece {piece.index} of {piece.file.name} of "
-            f"{self._download.store.manifest.model}: {len(self._members)} offer something, {len(self._todo)} pieces "
-            "are missing; what has come is kept for the next start"
+            f"{self._download.store.manifest.model}: {len(self._members)} members offer pieces, and "
+            f"{len(self._todo)} pieces are missing; those that have come are kept for the next start"
         )
 
     async def _work(self, member: OfferingMember) -> None:

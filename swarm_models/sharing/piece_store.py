@@ -137,8 +137,8 @@ class PieceStore:
             incomplete.unlink()
             self._marks(file).unlink()
             raise CheckpointError(
-                f"the manifest {self.manifest.digest.hex()[:16]} is false: the pieces of {file.name} are not the file "
-                "that it names. Choose another one with --weights"
+                f"the manifest {self.manifest.digest.hex()[:16]} is false: the pieces of {file.name} do not make up "
+                "this file. Choose another manifest with --weights"
             )
         with suppress(FileExistsError):  # the other name stays, because readers have the file open by it
             os.link(incomplete, self._blobs / file.sha256.hex())

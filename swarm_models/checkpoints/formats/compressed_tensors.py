@@ -59,7 +59,7 @@ def _block_of(groups: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
         return None
     if any(block != blocks[0] for block in blocks) or not is_block(blocks[0]):
         raise CheckpointError(
-            f"quantization_config has block_structure={shown(blocks)}: expected two sizes, of all alike"
+            f"quantization_config has block_structure={shown(blocks)}: expected two sizes, the same in all groups"
         )
     return blocks[0][0], blocks[0][1]
 

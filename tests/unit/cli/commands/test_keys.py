@@ -125,7 +125,7 @@ def test_the_list_shows_what_became_of_every_grant(keys: Keys, capsys) -> None:
         (("grant", "--role", "boss", "--name", "a", "--days", "1"), "role 'boss' is unknown: expected one of server"),
         (("grant", "--role", "client", "--name", "a", "--days", "0"), "--days is 0: expected a number above 0"),
         (("grant", "--role", "client", "--name", "a", "--days", "nan"), "--days is nan"),
-        (("grant", "--role", "client", "--name", "../a", "--days", "1"), "no file can be called like the member"),
+        (("grant", "--role", "client", "--name", "../a", "--days", "1"), "cannot be that of a file: give a file"),
         (("grant", "--role", "client", "--name", "a", "--days", "1", "--peer", "me"), "'me' is no peer id"),
         (("grant", "--role", "client", "--name", "a", "--days", "1", "--key", "none"), "there is no organiser's key"),
         (("revoke", "nobody", "--swarm", "/"), "swarm name '/' is not usable"),

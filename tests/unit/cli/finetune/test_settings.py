@@ -44,7 +44,7 @@ def test_early_stopping_saves_what_it_validates():
 def test_a_run_is_resumed_with_the_same_settings_but_may_be_longer():
     earlier = SETTINGS.as_json()
     replace(SETTINGS, resume=True, epochs=9.0, swarm="other").require_same(earlier)
-    with pytest.raises(ValueError, match=r"has --learning-rate None, not 0\.1: resume it with that"):
+    with pytest.raises(ValueError, match=r"has --learning-rate None, not 0\.1: give the same value"):
         replace(SETTINGS, learning_rate=0.1).require_same(earlier)
 
 

@@ -71,5 +71,5 @@ def test_where_a_gguf_file_may_be(tmp_path: Path) -> None:
 
 
 def test_where_files_are_needed_at_once_the_swarm_is_no_place_for_them() -> None:
-    with pytest.raises(ValueError, match="swarm://owner/model is for files that members give: expected a directory"):
+    with pytest.raises(ValueError, match="swarm://owner/model takes files from members: expected a directory"):
         check_location("swarm://owner/model")

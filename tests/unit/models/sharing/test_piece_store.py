@@ -106,7 +106,7 @@ def test_a_false_manifest_spoils_no_true_file(manifest: Manifest, tmp_path: Path
     data = (tmp_path / "other" / true.name).read_bytes()
     store.write(false, 0, data[:PIECE])
     store.write(false, 1, data[PIECE : 2 * PIECE])
-    with pytest.raises(CheckpointError, match=r"manifest \w+ is false.*Choose another one with --weights"):
+    with pytest.raises(CheckpointError, match=r"manifest \w+ is false.*Choose another manifest with --weights"):
         store.write(false, 2, data[2 * PIECE :])
     assert not store.held(false) and not opened(manifest, tmp_path).held(true)
 
