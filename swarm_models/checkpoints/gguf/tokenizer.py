@@ -24,8 +24,7 @@ def read_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Pre
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)
         return tokenizer
     path = files.path(gguf).absolute()
-    with tempfile.TemporaryDirectory() as alone:  # keeps out the tokenizer of another model beside the file
-        (Path(alone) / path.name).symlink_to(path)
-        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=path.name, trust_remote_code=False)
+    with tempfile.TemporaryDirectory() as empty:  # and not the file's own, where another model's tokenizer may be
+        tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=str(path), trust_remote_code=False)
     tokenizer.name_or_path = str(name_or_path)  # and not the temporary directory
     return tokenizer

@@ -156,6 +156,20 @@ def test_the_tokenizer_and_its_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "<user>ab"
 
 
+def test_a_tokenizer_is_read_where_symbolic_links_are_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+
+    def refused(*_args: object, **_options: object) -> None:
+        raise OSError("a required privilege is not held by the client")
+
+    write_gguf(tmp_path / "tiny.gguf", num_hidden_layers=1)
+    monkeypatch.setattr("os.symlink", refused)
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    assert read_tokenizer(str(tmp_path / "tiny.gguf")).eos_token == "</s>"
+
+
 def llama3_factors(head_dim: int, theta: float, factor: float) -> torch.Tensor:
     """As llama.cpp's ``convert_hf_to_gguf.py`` computes them."""
     factors = []
