@@ -84,7 +84,7 @@ class Relay:
         _logger.info("relaying for server %s", printable(stream.peer_id[-6:]))
         try:
             await write_message(stream.writer, pb.Reserved(host=stream.host))
-            pause_s = min(max(keepalive_s, 1.0), _MAX_PAUSE_S)
+            pause_s = min(max(1.0, keepalive_s), _MAX_PAUSE_S)  # in this order, NaN from a server counts as 1 s
             while self.offers:
                 async with asyncio.timeout(_LATE * pause_s):
                     sign = await stream.reader.read(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import nan
 from typing import Any
 
 import pytest
@@ -172,6 +173,22 @@ async def test_a_relay_that_relays_no_more_lets_its_servers_go() -> None:
     relay.may_relay = lambda: False
     server.reader.feed_data(b"+")
     await asyncio.wait_for(serving, HELLO_TIMEOUT_S)
+
+
+@pytest.mark.run_by(function=run_virtually)
+async def test_an_interval_that_is_no_number_counts_as_the_shortest_one() -> None:
+    streams = MemoryStreams()
+    await Relay(streams, RelayLimits()).start()
+    server, writer = stream_of("server")
+    server.reader.feed_data(framed(pb.Reserve(keepalive_s=nan).SerializeToString()))
+    serving = asyncio.ensure_future(streams.handlers[RESERVE](server))
+    await read_message(writer.written, pb.Reserved, HELLO_TIMEOUT_S)
+    await asyncio.sleep(1.0)
+    assert not serving.done(), "the server has not been silent for three intervals"
+    server.reader.feed_data(b"+")
+    assert await writer.written.readexactly(1) == b"+"
+    async with asyncio.timeout(4.0):
+        await serving
 
 
 async def test_a_caller_to_whom_no_port_can_be_opened_goes_through_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
