@@ -48,8 +48,8 @@ class Relay:
     limits: RelayLimits
     access: AccessControl | None = None
     may_relay: Callable[[], bool] = lambda: True
-    _servers: dict[str, Stream] = field(default_factory=dict)  # by peer id
-    _tunnels: dict[str, set[Stream]] = field(default_factory=dict)  # to the servers
+    _servers: dict[str, Stream] = field(default_factory=dict, init=False)  # by peer id
+    _tunnels: dict[Stream, str] = field(default_factory=dict, init=False)  # the server, by the stream to it
 
     def __post_init__(self) -> None:
         self.budget = BandwidthBudget(lambda: self.limits.bytes_per_s or inf)
@@ -97,8 +97,6 @@ class Relay:
         finally:
             if self._servers.get(stream.peer_id) is stream:
                 del self._servers[stream.peer_id]
-            if not self._tunnels.get(stream.peer_id):
-                self._tunnels.pop(stream.peer_id, None)
 
     async def _relay(self, stream: Stream) -> None:
         request = await read_message(stream.reader, pb.Open, HELLO_TIMEOUT_S)
@@ -111,20 +109,20 @@ class Relay:
                 opening = pb.Open(
                     target=request.target, caller=stream.peer_id, caller_host=stream.host, port=request.port
                 )
-                tunnels = self._tunnels.setdefault(request.target, set())
-                tunnels.add(server)
+                self._tunnels[server] = request.target
                 try:
                     await write_message(server.writer, opening)
                     await splice(stream, server, self.budget.take)
                 finally:
-                    tunnels.discard(server)
+                    del self._tunnels[server]
         except SwarmError as error:
             await write_message(stream.writer, pb.Opened(refusal=str(error)))
 
     def _cut(self, peer_id: str) -> None:
         """End the tunnels to a server, so that callers notice at once."""
-        for tunnel in self._tunnels.pop(peer_id, ()):
-            tunnel.abort()
+        for tunnel, server in self._tunnels.items():
+            if server == peer_id:
+                tunnel.abort()
 
     def _require(self, role: Role, member: pb.Member, stream: Stream) -> None:
         if not self.offers:

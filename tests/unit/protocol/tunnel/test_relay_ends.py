@@ -102,6 +102,25 @@ async def test_a_server_that_reserves_again_has_lost_its_tunnels_and_the_callers
     assert caller_writer.is_aborted
 
 
+async def test_nothing_is_left_of_a_tunnel_that_ends_after_its_server_has_left() -> None:
+    streams = MemoryStreams()
+    relay = Relay(streams, RelayLimits())
+    await relay.start()
+    server, server_writer = stream_of("server")
+    server.reader.feed_data(framed(pb.Reserve(keepalive_s=300.0).SerializeToString()))
+    reserving = asyncio.ensure_future(streams.handlers[RESERVE](server))
+    await read_message(server_writer.written, pb.Reserved, HELLO_TIMEOUT_S)
+    caller, _ = stream_of("caller")
+    caller.reader.feed_data(framed(pb.Open(target="server").SerializeToString()))
+    calling = asyncio.ensure_future(streams.handlers[RELAY](caller))
+    await until(lambda: streams.opened)
+    server.abort()
+    await asyncio.wait_for(reserving, HELLO_TIMEOUT_S)
+    caller.abort()
+    await asyncio.wait_for(calling, HELLO_TIMEOUT_S)
+    assert not relay._tunnels and not relay._servers
+
+
 async def test_identities_at_one_address_do_not_take_all_reservations_of_a_relay() -> None:
     streams = MemoryStreams()
     relay = Relay(streams, RelayLimits(servers=64))
