@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from swarm_protocol.access.organiser import SwarmKey
-from swarm_protocol.access.tokens import Grant, Revocation, Role
+from swarm_protocol.access.tokens import MAX_TOKEN_BYTES, Grant, Revocation, Role
 from swarm_protocol.errors import AccessDenied
 from swarm_protocol.wire.printable import printable
 
@@ -95,6 +95,8 @@ class AccessControl:
 
     def _grant(self, token: bytes) -> Grant | None:
         """Parse the token and check its signature, once per token; return None if the token is not valid."""
+        if len(token) > MAX_TOKEN_BYTES:
+            return None  # a stranger's long tokens would fill the memory that ``_known`` may take
         if token not in self._known:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 
 import pytest
 
@@ -93,6 +94,13 @@ def test_every_changed_byte_spoils_a_token(access: AccessControl) -> None:
         assert not is_admitted(access, Role.CLIENT, bytes(changed)), index
     for spoiled in (token[:-1], token + b"x", b"x" * (MAX_TOKEN_BYTES + 1), bytes(100), b"\xff"):
         assert not is_admitted(access, Role.CLIENT, spoiled)
+
+
+def test_a_token_that_is_too_long_is_not_kept(access: AccessControl) -> None:
+    token = bytes(MAX_TOKEN_BYTES + 1)
+    before = sys.getrefcount(token)
+    assert not is_admitted(access, Role.SERVER, token)
+    assert sys.getrefcount(token) == before
 
 
 def test_a_revocation_is_no_token_nor_a_token_a_revocation(access: AccessControl) -> None:
