@@ -47,7 +47,7 @@ def _opened(pid: int) -> _Descriptor | _StartTime:
         try:
             return _Descriptor(pid)
         except OSError as error:
-            if error.errno != errno.ENOSYS:  # as a kernel before 5.3 says
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # a kernel before 5.3; a container's filter of calls
                 raise
     return _StartTime(pid)
 

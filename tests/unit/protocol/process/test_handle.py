@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -38,11 +39,17 @@ def sleeping() -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=-1, text=True)
 
 
-@pytest.fixture(params=["by descriptor", "by start time"])
+@pytest.fixture(params=["by descriptor", "by start time", "by start time in a container"])
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How processes are told apart: the second way is for systems without pidfd."""
+    """How processes are told apart: the second way is for systems without pidfd, or that do not permit it."""
+
+    def refused(_pid: int) -> int:
+        raise PermissionError(errno.EPERM, "a filter of system calls refuses this one")
+
     if request.param == "by start time":
         monkeypatch.delattr(os, "pidfd_open", raising=False)
+    elif request.param == "by start time in a container":
+        monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
 
 
 @pytest.mark.usefixtures("known")
