@@ -8,24 +8,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from swarm_protocol.dht import node as dht_node
-from swarm_protocol.dht.addresses import connects, require_answer, tcp_target
+from swarm_protocol.dht.addresses import CONNECT_TIMEOUT_S, connects, require_answer, tcp_target
 from swarm_protocol.dht.node import Listening
 from swarm_protocol.errors import JoinRefused, NoSwarm
 from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.net.hivemind_parts import (
+    DAEMON_ERRORS,
     MAX_DHT_TIME_DISCREPANCY_SECONDS,
     P2P,
     ControlFailure,
     DHTNode,
     Multiaddr,
-    P2PDaemonError,
     PeerID,
     ValidationError,
 )
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.wire.printable import printable
 
-_CONNECT_TIMEOUT_S = 3.0
 _BACKOFF_S = 6.0  # libp2p redials an address only 5 s or more after a failure
 _RETRY_S = 0.25
 _SEARCH_TIMEOUT_S = 3.0
@@ -134,7 +133,11 @@ async def _join(
 async def _is_connected(node: DHTNode, initial_peers: Sequence[str]) -> bool:
     """Return whether libp2p has a connection to an initial peer, even if the process behind its daemon hangs."""
     wanted = {address.rpartition("/p2p/")[2] for address in initial_peers}
-    return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return any(peer.peer_id.to_base58() in wanted for peer in await node.p2p.list_peers())
+    except DAEMON_ERRORS:  # this node's own daemon has ended
+        return False
 
 
 async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
@@ -144,10 +147,9 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
     if peer == node.peer_id or (target is not None and not await connects(*target)):
         return False
     try:
-        async with asyncio.timeout(_BACKOFF_S + _CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(_BACKOFF_S + CONNECT_TIMEOUT_S):
             await _connect(node, peer, Multiaddr(transport))
-    # The daemon has another identity, or does not answer.
-    except (TimeoutError, ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError):
+    except DAEMON_ERRORS:  # the peer's daemon has another identity, or does not answer
         return False
     node.blacklist.register_success(peer)  # the peer may be back after a silence
     try:

@@ -31,7 +31,7 @@ from swarm_protocol.dht.records import (
 )
 from swarm_protocol.dht.shards import USUAL_LIMITS, DhtLimits
 from swarm_protocol.dht.stored_records import Expirations, limit_records, owner_of, read_items, subkey_of
-from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, DHTNode, P2PDaemonError, PeerID, get_dht_time
+from swarm_protocol.net.hivemind_parts import DAEMON_ERRORS, P2P, DHTNode, PeerID, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_protocol.span import Span
 from swarm_protocol.wire.printable import printable
@@ -188,7 +188,7 @@ class Dht:
 
     async def peers(self) -> list[str]:
         """Return multiaddrs of some connected nodes of this DHT, through which other nodes can join."""
-        with suppress(P2PDaemonError, ControlFailure, OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+        with suppress(*DAEMON_ERRORS):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 peers = await self._node.p2p.list_peers()
             known = [peer for peer in peers if peer.peer_id in self._node.protocol.routing_table and peer.addrs]

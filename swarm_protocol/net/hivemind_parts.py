@@ -7,6 +7,7 @@ most of a second at every start. Here ``enter`` defers its code until a caller n
 # ruff: noqa: E402
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from swarm_protocol.imports.late_modules import enter
 from swarm_protocol.imports.libp2p import require_libp2p
 
 __all__ = [
+    "DAEMON_ERRORS",
     "DHTID",
     "MAX_DHT_TIME_DISCREPANCY_SECONDS",
     "P2P",
@@ -56,6 +58,9 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS, get_dht_time
 
 from swarm_protocol.process.scratch import socket_directory
+
+# The errors of a call to the libp2p daemon that refuses or has ended. A timeout is an OSError, too.
+DAEMON_ERRORS = (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError)
 
 
 class P2P(AnyP2P):  # type: ignore[misc]

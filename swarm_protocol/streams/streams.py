@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swarm_protocol.errors import PeerUnavailable, SwarmError
-from swarm_protocol.net.hivemind_parts import P2P, ControlFailure, Multiaddr, P2PDaemonError, PeerID
+from swarm_protocol.net.hivemind_parts import DAEMON_ERRORS, P2P, Multiaddr, PeerID
 from swarm_protocol.net.shares import Caller, address_at
 from swarm_protocol.wire.printable import printable
 
 OPEN_TIMEOUT_S = 5.0
 _LINGER_S = 10.0
-_FAILURES = (ControlFailure, P2PDaemonError, OSError, asyncio.IncompleteReadError, ValueError)
 _logger = logging.getLogger(__name__)
 
 
@@ -65,19 +64,16 @@ class Streams(Protocol):
 
 
 class DaemonStreams:
-    """The streams of the libp2p daemon. If another daemon replaces it, call ``attach``.
-
-    Attributes:
-        daemon: returns the running daemon; None while there is none.
-    """
+    """The streams of the libp2p daemon. If another daemon replaces it, call ``attach``."""
 
     def __init__(self, daemon: Callable[[], P2P | None] = lambda: None) -> None:
-        self.daemon = daemon
+        """Set the function that returns the running daemon, or None while there is none."""
+        self._daemon = daemon
         self._handlers: dict[str, Handler] = {}
 
     def use(self, daemon: Callable[[], P2P | None]) -> None:
         """Use the daemon that ``daemon`` returns from now on."""
-        self.daemon = daemon
+        self._daemon = daemon
 
     @property
     def peer_id(self) -> str:
@@ -94,7 +90,7 @@ class DaemonStreams:
                 info, reader, writer = await p2p.call_binary_stream_handler(peer_id, protocol)
         except TimeoutError:
             raise PeerUnavailable(f"no stream to {printable(peer, 80)} within {OPEN_TIMEOUT_S:g} s", name) from None
-        except _FAILURES as error:
+        except (*DAEMON_ERRORS, ValueError) as error:  # ValueError: ``peer`` is no address
             raise PeerUnavailable(f"no stream to {printable(peer, 80)}: {printable(str(error), 120)}", name) from None
         return Stream(name, _host(info.addr), reader, writer)
 
@@ -104,7 +100,7 @@ class DaemonStreams:
 
     async def disconnect(self, peer_id: str) -> None:
         """Close all connections to a peer: libp2p would use a dead one for most of a minute."""
-        with suppress(*_FAILURES, SwarmError):
+        with suppress(*DAEMON_ERRORS, ValueError, SwarmError):
             await self._p2p()._client.disconnect(PeerID.from_base58(peer_id))
 
     async def attach(self) -> None:
@@ -126,7 +122,7 @@ class DaemonStreams:
         await self._p2p().add_binary_stream_handler(protocol, handle)
 
     def _p2p(self) -> P2P:
-        p2p = self.daemon()
+        p2p = self._daemon()
         if p2p is None:
             raise PeerUnavailable("there is no libp2p daemon, through which tunnels go")
         return p2p

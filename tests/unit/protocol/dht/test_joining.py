@@ -26,6 +26,22 @@ class UnansweredNode:
         return []
 
 
+class NodeWithoutDaemon(UnansweredNode):
+    """A node whose own daemon was killed while it joined."""
+
+    async def list_peers(self) -> list[object]:
+        raise ConnectionRefusedError
+
+
+def test_a_node_that_loses_its_daemon_meanwhile_has_no_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nobody_answers(*_: object, **_options: object) -> bool:
+        return False
+
+    monkeypatch.setattr(bootstrap, "bootstrap", nobody_answers)
+    with pytest.raises(NoSwarm, match=PEER):
+        run_virtually(bootstrap._join(NodeWithoutDaemon(), [PEER], TIMEOUT_S, lambda: False, lambda _: None))
+
+
 @pytest.mark.parametrize("lives_s", [0.0, 2.0, 100.0])
 def test_a_peer_that_ends_is_waited_for_no_longer(lives_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     async def nobody_answers(*_: object, **_options: object) -> bool:
