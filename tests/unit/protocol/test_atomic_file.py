@@ -77,6 +77,15 @@ def test_what_killed_writers_have_left_is_removed_in_time(tmp_path: Path) -> Non
     assert sorted(path.name[:2] for path in tmp_path.iterdir()) == [".0", "fi"]
 
 
+def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
+    for number in range(20):  # the order in which a directory is read is any
+        path = tmp_path / f".{number}{PARTIAL_SUFFIX}"
+        path.mkdir() if number % 2 else path.touch()
+        os.utime(path, (0, 0))
+    remove_abandoned(tmp_path)
+    assert all(path.is_dir() for path in tmp_path.iterdir())
+
+
 def test_many_write_at_once_and_one_of_them_is_there_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
