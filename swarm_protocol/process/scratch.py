@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -19,17 +20,20 @@ _MAX_PATH = 50  # libp2p's sockets in it have up to 53 more, and 103 is the long
 
 _directories: dict[Path, tuple[Path, IO[str]]] = {}  # of this process, with their locks, by parent
 _owner_pid = 0
+_making = threading.Lock()  # of two directories for one parent, one would lose its lock, and be removed by others
 
 
 def scratch_directory() -> Path:
-    """Return the process's directory where TMPDIR says, the same for all calls; raise SwarmError if it cannot be
-    created."""
+    """Return the process's directory below TMPDIR, the same for all calls; raise SwarmError if none can be created."""
     return _directory_in(Path(tempfile.gettempdir()))
 
 
 def socket_directory() -> Path:
-    """Return the process's directory for Unix sockets, whose paths must be short: it is ``scratch_directory``, or one
-    in ``/tmp`` if that has a long path. Raise SwarmError if it cannot be created."""
+    """Return the process's directory for Unix sockets: ``scratch_directory``, or one in ``/tmp`` if that path is long.
+
+    Raises:
+        SwarmError: the directory cannot be created.
+    """
     return _directory_in(_parent_of_sockets())
 
 
@@ -40,27 +44,29 @@ def _parent_of_sockets() -> Path:
 
 def _directory_in(parent: Path) -> Path:
     global _owner_pid
-    if _owner_pid != os.getpid():  # a forked child makes its own directories
-        _directories.clear()
-        _owner_pid = os.getpid()
-        atexit.register(remove_scratch)
-    if parent not in _directories:
-        try:
-            _directories[parent] = _make(parent)
-        except OSError as error:
-            raise SwarmError(
-                f"temporary files cannot be written: {error}; set TMPDIR to a directory for them"
-            ) from None
-    return _directories[parent][0]
+    with _making:
+        if _owner_pid != os.getpid():  # a forked child makes its own directories
+            _directories.clear()
+            _owner_pid = os.getpid()
+            atexit.register(remove_scratch)
+        if parent not in _directories:
+            try:
+                _directories[parent] = _make(parent)
+            except OSError as error:
+                raise SwarmError(
+                    f"temporary files cannot be written: {error}; set TMPDIR to a directory for them"
+                ) from None
+        return _directories[parent][0]
 
 
 def _make(parent: Path) -> tuple[Path, IO[str]]:
     _remove_dead_in(parent)
     named = f"{_PREFIX}{os.getpid()}-"
-    can_rename = os.name == "posix"  # elsewhere no directory in which a file is open
+    can_rename = os.name == "posix"  # elsewhere a directory with an open file cannot be renamed
     new = Path(tempfile.mkdtemp(prefix=_NEW if can_rename else named, dir=parent))
     held = open(new / _LOCK, "w")  # noqa: SIM115  (held as long as the process lives: the lock ends with it)
     lock(held)
+    # The name by which others look for dead directories comes last: before the lock, this one would look dead.
     return new.rename(parent / f"{named}{new.name.removeprefix(_NEW)}") if can_rename else new, held
 
 

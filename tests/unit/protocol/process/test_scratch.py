@@ -53,6 +53,22 @@ def test_it_leaves_with_its_process(directory: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
+def test_threads_that_ask_at_once_get_the_same(directory: Path) -> None:
+    script = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from swarm_protocol.process.scratch import scratch_directory
+together = Barrier(8)
+with ThreadPoolExecutor(8) as threads:
+    made = list(threads.map(lambda _: (together.wait(), scratch_directory())[1], range(8)))
+print(len(set(made)))
+"""
+    environment = {**os.environ, "TMPDIR": str(directory)}
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment).stdout
+    assert printed == "1\n"
+    assert list(directory.iterdir()) == []
+
+
 def test_a_forked_process_has_its_own(directory: Path) -> None:
     ours, childs = made_by("fork", directory)
     assert ours != childs
