@@ -85,10 +85,9 @@ def _typed_path(argv: Sequence[str]) -> str:
     for word in words:
         if word == "--":
             break
-        if word == "--config":
-            found = next(words, "")
-        elif word.startswith("--config="):
-            found = word.partition("=")[2]
+        name, equals, value = word.partition("=")
+        if len(name) > len("--c") and "--config".startswith(name):  # argparse takes abbreviations: --conf FILE
+            found = value if equals else next(words, "")
     return found
 
 
