@@ -11,7 +11,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_protocol.wire.printable import printable
 
 CLOCK_SKEW_S = 60.0  # a token counts this long before its grant begins and after it expires
-_MAX_KNOWN = 4096  # tokens kept with their parsed grants
+_MAX_KNOWN = 4096  # tokens kept with their parsed grants, because each call of a peer shows its token again
 
 
 class AccessControl:
@@ -44,7 +44,7 @@ class AccessControl:
         if grant is None or grant.swarm_key != self.swarm_key:
             raise AccessDenied("this swarm takes only members: its organiser has not signed the token that was shown")
         if grant.peer_id != peer_id:
-            raise AccessDenied("the token that was shown is that of another peer")
+            raise AccessDenied("the token that was shown belongs to another peer")
         who = f"the membership of {printable(grant.name)}"
         now = self._clock()
         if now > grant.expires_at + CLOCK_SKEW_S:
@@ -73,7 +73,7 @@ class AccessControl:
 
     def is_revocation(self, grant_id: bytes, data: bytes) -> bool:
         """Return whether these bytes revoke this grant of the swarm, and the revocation has not expired."""
-        if grant_id in self._revoked and self._revoked[grant_id][1] == data:
+        if grant_id in self._revoked and self._revoked[grant_id][1] == data:  # spares the check of the signature
             return True
         revocation = self._revocation(data)
         return revocation is not None and revocation.grant_id == grant_id

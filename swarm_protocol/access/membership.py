@@ -89,7 +89,7 @@ class MemberCredentials:
             raise ValueError(f"the membership is for the role {self.grant.role}: expected {role}")
         if self.grant.expires_at < time.time():
             until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.grant.expires_at))
-            raise ValueError(f"the membership has expired, at {until}: ask the organiser of the swarm for another")
+            raise ValueError(f"the membership expired at {until}: ask the organiser of the swarm for another")
 
     def identity_or(self, own: Identity | None) -> Identity:
         """Return the key that the token is for: the key that came with the token, or else the member's ``own``.

@@ -35,7 +35,7 @@ class SwarmKey:
             key = cls(base64.b32decode(text.strip().upper() + _PADDING))
         except ValueError:  # includes the errors of base64
             raise ValueError(
-                f"swarm key {printable(text, _SHOWN_CHARS)!r} is none: expected the 52 letters and digits that "
+                f"{printable(text, _SHOWN_CHARS)!r} is no swarm key: expected the 52 letters and digits that "
                 "`swarm keys create` printed"
             ) from None
         return key
@@ -73,7 +73,7 @@ class OrganiserKey:
         except OSError as error:
             raise ValueError(f"cannot read the organiser's key {path}: {error.strerror}") from None
         except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the file is encrypted
-            key = None
+            key = None  # refused below, as keys of another kind are
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"{path} is no organiser's key: expected the file that `swarm keys create` has written")
         return cls(key)

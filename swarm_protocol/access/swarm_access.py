@@ -20,7 +20,8 @@ class SwarmAccess:
     Attributes:
         token: the membership token; empty without a membership.
         control: the check that other peers are members of the private swarm; None if everybody may take part.
-        lock: the open file of a server's key, which this access has read: two servers with one key would be one peer.
+        lock: the open and locked file that a server's key was read from, because two servers with one key would be one
+            peer. None for clients, and for keys that came from no file.
     """
 
     identity: Identity
@@ -53,7 +54,7 @@ class SwarmAccess:
             elif member is None or member.identity is None:
                 own = Identity.load_or_create(own)
                 lock = own.lock
-            else:
+            else:  # the membership has a key, which is the only one that its token fits
                 own = None
         if member is None:
             control = AccessControl(SwarmKey.parse(swarm_key)) if swarm_key else None

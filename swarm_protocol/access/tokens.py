@@ -72,7 +72,9 @@ class Grant:
                 f"{printable(self.peer_id, 60)!r} is no peer id: expected what `swarm keys identity` prints"
             )
         if not (isfinite(self.granted_at) and isfinite(self.expires_at) and self.granted_at < self.expires_at):
-            raise ValueError(f"a grant from {self.granted_at} until {self.expires_at}: expected a time that is to come")
+            raise ValueError(
+                f"the grant would last from {self.granted_at} until {self.expires_at}: expected an end after its start"
+            )
 
     @classmethod
     def new(cls, key: SwarmKey, role: Role, name: str, peer_id: str, granted_at: float, expires_at: float) -> Grant:
@@ -106,7 +108,7 @@ class Grant:
             message.expires_at,
         )
         if not grant.swarm_key.has_signed(_GRANT + content, signature):
-            raise ValueError("the organiser of the swarm has not signed it")
+            raise ValueError("the organiser of the swarm has not signed the grant")
         return grant
 
 
@@ -129,9 +131,9 @@ class Revocation:
         message = _parsed(pb.Revocation, content)
         revocation = cls(SwarmKey(message.swarm_key), message.grant_id, message.expires_at)
         if len(revocation.grant_id) != ID_BYTES or not isfinite(revocation.expires_at):
-            raise ValueError("it names no grant")
+            raise ValueError("the revocation names no grant")
         if not revocation.swarm_key.has_signed(_REVOCATION + content, signature):
-            raise ValueError("the organiser of the swarm has not signed it")
+            raise ValueError("the organiser of the swarm has not signed the revocation")
         return revocation
 
 
@@ -141,7 +143,7 @@ def _signed(key: OrganiserKey, kind: bytes, content: bytes) -> bytes:
 
 def _unsigned(data: bytes) -> tuple[bytes, bytes]:
     if len(data) > MAX_TOKEN_BYTES:
-        raise ValueError(f"it has {len(data)} bytes: expected at most {MAX_TOKEN_BYTES}")
+        raise ValueError(f"a signed statement has {len(data)} bytes: expected at most {MAX_TOKEN_BYTES}")
     message = _parsed(pb.Signed, data)
     return message.content, message.signature
 
@@ -150,4 +152,4 @@ def _parsed(kind: type[M], data: bytes) -> M:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise ValueError("its bytes cannot be read") from None
+        raise ValueError(f"the bytes are no {kind.DESCRIPTOR.name}") from None

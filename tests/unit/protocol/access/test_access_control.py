@@ -74,7 +74,7 @@ def test_nobody_comes_without_a_token(access: AccessControl) -> None:
 
 
 def test_a_token_is_of_no_use_to_who_has_seen_it(access: AccessControl) -> None:
-    with pytest.raises(AccessDenied, match="that of another peer"):
+    with pytest.raises(AccessDenied, match="belongs to another peer"):
         access.require(Role.CLIENT, "QmEve", GRANT.signed(KEY))
 
 
@@ -108,7 +108,7 @@ def test_a_revocation_is_no_token_nor_a_token_a_revocation(access: AccessControl
     assert not is_admitted(access, Role.CLIENT, Revocation(KEY.public, GRANT.id, END).signed(KEY))
     assert not access.revoke(GRANT.signed(KEY))
     as_grant = pb.Signed.FromString(GRANT.signed(KEY))
-    with pytest.raises(ValueError, match="has not signed it"):
+    with pytest.raises(ValueError, match="has not signed the grant"):
         Grant.parse(pb.Signed(content=as_grant.content, signature=KEY.sign(as_grant.content)).SerializeToString())
 
 

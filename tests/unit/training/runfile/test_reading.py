@@ -88,7 +88,7 @@ def test_the_example_is_the_smallest_file_and_its_comments_have_all_other_keys_w
         (text(rollback="patience = 0"), r"\[rollback\] patience is 0: expected 1 to"),
         (text(rollback="window = 10"), r"\[rollback\] warmup is 20: expected at most the window, which is 10"),
         (text(batch="size = 300"), r"\[batch\] size is 300: expected 0 \(find out\) to max_size, which is 256"),
-        (text(tokens='organiser = "abc"'), r"\[tokens\] swarm key 'abc' is none"),
+        (text(tokens='organiser = "abc"'), r"\[tokens\] 'abc' is no swarm key"),
         (text(local="batch_size = -1"), r"\[local\] batch_size is -1: expected at least 1, or 0 \(no local steps\)"),
         (text(local="outer_lr = 0"), r"\[local\] outer_lr is 0.0: expected a number above 0"),
         (text(local="outer_momentum = 1"), r"\[local\] outer_momentum is 1.0: expected a number from 0 to less than 1"),
