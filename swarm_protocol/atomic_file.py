@@ -45,16 +45,15 @@ def write_new(path: Path, data: bytes) -> None:
         except FileExistsError:
             raise
         except OSError:  # there are no hard links
-            os.close(_created(path))
+            os.close(_created(path))  # only the first writer creates the file, and only that one replaces it
             partial.replace(path)
 
 
 @contextmanager
 def _partial(path: Path) -> Iterator[Path]:
     """Yield the path of a partial file in the same directory, which is removed at the end if it is still there."""
-    partial = path.with_name(
-        f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}"
-    )  # processes of different containers can have equal ids
+    # A random name, because processes of different containers can have equal ids and one directory.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
     try:
         yield partial
     finally:

@@ -15,9 +15,10 @@ class Flag:
 
     Attributes:
         field: the field's name. The flag is called like the field, without the unit ``_s``, unless it has a ``name``.
-        kind: the type of what is typed; by default the field's, or text if there is ``read``.
+        kind: the type of the typed word; by default the field's type, or text if there is a ``read``.
         default: the flag's default where it is not the field's, such as ``2GiB`` for a number of bytes.
-        read: returns the field's value for what was typed, after all parsing; it raises ValueError with a sentence.
+        read: converts the typed word to the field's value once all flags are parsed. It raises ValueError with a
+            sentence, which argparse would replace by one of its own.
         off: a value, and the help text of ``--no-NAME``, which sets this value.
     """
 
@@ -44,7 +45,7 @@ class Flag:
     def value(self, args: argparse.Namespace) -> Any:
         """Return the field's value. Raise ValueError if ``read`` does."""
         typed = getattr(args, self.dest)
-        if isinstance(typed, list):
+        if isinstance(typed, list):  # argparse makes lists, and configurations are frozen
             return tuple(typed)
         return typed if typed is None or self.read is None else self.read(typed)
 
@@ -80,7 +81,7 @@ class ConfigFlags:
                     action="store_const",
                     dest=flag.dest,
                     const=const,
-                    default=argparse.SUPPRESS,
+                    default=argparse.SUPPRESS,  # the default is that of the flag itself
                     help=text,
                 )
 

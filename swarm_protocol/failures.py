@@ -45,7 +45,7 @@ def any_error_as(translation: Callable[[Exception], Exception]) -> Iterator[None
         yield
     except Exception as error:  # the reason is in the docstring; interruptions go on as they are
         translated = translation(error)
-        raise translated from None if translated is error else error
+        raise translated from None if translated is error else error  # an error that is its own cause is a cycle
 
 
 def outcome_of(work: Callable[[], T]) -> T | Exception:
@@ -60,7 +60,7 @@ def outcome_of(work: Callable[[], T]) -> T | Exception:
 
 
 class logged_errors(AbstractContextManager[None]):
-    """A context that logs its error, and goes on behind it. A warning has no traceback, other levels have one.
+    """A context that logs its error and suppresses it. A warning has no traceback, other levels have one.
 
     This is for work that must not end its caller, whatever it meets: callbacks of users, and work that is repeated.
     """
@@ -79,7 +79,7 @@ class logged_errors(AbstractContextManager[None]):
 
 
 class Closing:
-    """An object that has to be closed, as the end of its context does."""
+    """An object that has to be closed. The end of its context closes it."""
 
     def close(self) -> None:
         raise NotImplementedError

@@ -59,7 +59,7 @@ class Span:
 
 
 def runs_without(counts: Sequence[int]) -> tuple[Span, ...]:
-    """Return the maximal runs of places whose count is 0, in order, such as the blocks that no server has."""
+    """Return the longest runs of indices whose count is 0, in order, such as the blocks that no server has."""
     runs: list[Span] = []
     for place, count in enumerate(counts):
         if count:

@@ -14,7 +14,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CPU_INFO = Path("/proc/cpuinfo")
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _SYSCTL_S = 5.0
-_FEW_FILES, _MANY_FILES = 1024, 4096
+_FEW_FILES, _MANY_FILES = 1024, 4096  # each connection is an open file
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def boot_id() -> str:
 
 
 def sysctl(name: str) -> str:
-    """Return what the kernel of macOS says by this name; an empty string if it says nothing, as other kernels do."""
+    """Return the value of a variable of the macOS kernel; an empty string if there is none, as on other systems."""
     try:
         asked = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=_SYSCTL_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -39,7 +39,7 @@ def sysctl(name: str) -> str:
 
 
 def usable_cpus() -> set[int]:
-    """Return the numbers of the CPUs that this process may use; where that cannot be asked, a number for each core."""
+    """Return the numbers of the CPUs that this process may use; one per core where the system does not say them."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     import psutil
@@ -65,7 +65,7 @@ def available_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most bytes of memory that this process has used at a time; since ``restart_peak`` where that works."""
+    """Return the peak of this process's resident memory in bytes; since ``restart_peak`` where that works."""
     try:
         import resource
     except ImportError:  # on Windows
@@ -75,13 +75,14 @@ def peak_resident_bytes() -> int:
         return peak
     with suppress(OSError, IndexError):
         return int(_STATUS.read_text().partition("VmHWM:")[2].split()[0]) * 1024
+    # macOS counts bytes here, other systems KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def restart_peak() -> None:
     """Let ``peak_resident_bytes`` begin with the memory that is used now. Only some Linux systems can do that."""
     with suppress(OSError):
-        _CLEAR_REFS.write_text("5")
+        _CLEAR_REFS.write_text("5")  # which resets the peak, see clear_refs in proc(5)
 
 
 def spin_little() -> None:
@@ -90,7 +91,7 @@ def spin_little() -> None:
     By default they spin for milliseconds. With another process on the same cores, a block took 8 to 80 ms; with this
     little spinning, it takes 4 (on idle cores 2.4 instead of 2.2).
     """
-    if "OMP_WAIT_POLICY" not in os.environ:
+    if "OMP_WAIT_POLICY" not in os.environ:  # with which the user has decided
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
@@ -100,6 +101,6 @@ def raise_open_files() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < _FEW_FILES:
+        if 0 <= soft < _FEW_FILES:  # on Linux, no limit is -1
             most = _MANY_FILES if hard == resource.RLIM_INFINITY else min(_MANY_FILES, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -76,7 +76,7 @@ def test_the_users_mistakes_are_found_before_a_server_does() -> None:
         member().require(Role.SERVER, None)
     with pytest.raises(ValueError, match="and not of swarm"):
         member().require(Role.CLIENT, OrganiserKey.generate().public)
-    with pytest.raises(ValueError, match=r"has expired, at .* UTC: ask the organiser"):
+    with pytest.raises(ValueError, match=r"the membership expired at .* UTC: ask the organiser"):
         member(lasts_s=-1).require(Role.CLIENT, None)
 
 
