@@ -17,7 +17,7 @@ import torch
 from swarm_protocol.codecs.elements import within_range
 from swarm_protocol.codecs.sizes import INT4_BLOCK, num_outliers
 
-_TINY = 1e-30
+_TINY = 1e-30  # in place of the step of a block of zeros
 _MIDDLE = 7.5  # halfway between the levels 0 to 15
 
 
@@ -29,6 +29,7 @@ def pack_int4(tensor: torch.Tensor) -> bytes:
     rows = tensor.reshape(-1, _width(tensor.shape)).float()
     num_rows, width = rows.shape
     num_blocks, outliers = -(-width // INT4_BLOCK), num_outliers(width)
+    # Sorted, because the order of topk is not specified, and equal rows get equal bytes.
     indices = rows.abs().topk(outliers, sorted=False).indices.sort().values
     values = rows.gather(1, indices)
     padded = rows.new_zeros(num_rows, num_blocks * INT4_BLOCK)
@@ -37,9 +38,10 @@ def pack_int4(tensor: torch.Tensor) -> bytes:
     blocks = padded.view(-1, INT4_BLOCK)
     scales = (blocks.abs().amax(1) / _MIDDLE).bfloat16()
     steps = scales.float().clamp_(min=_TINY)
-    if not bool(steps.isfinite().all()):
+    if not bool(steps.isfinite().all()):  # the scale alone makes such a block non-finite; NaN has no uint8
         blocks.nan_to_num_(0.0, 0.0, 0.0)
-    levels = blocks.div_(steps[:, None]).add_(8.0).clamp_(0.0, 15.0).to(torch.uint8)  # truncated
+    # x / step is in -7.5 … 7.5. Truncating x / step + 8 picks the nearest of the levels, which decode to level - 7.5.
+    levels = blocks.div_(steps[:, None]).add_(8.0).clamp_(0.0, 15.0).to(torch.uint8)
     low, high = levels.chunk(2, dim=1)
     nibbles = (high << 4).bitwise_or_(low)
     parts = [scales.view(torch.int16), indices.to(torch.int32), values.bfloat16().view(torch.int16), nibbles]
@@ -54,6 +56,7 @@ def unpack_int4(data: bytearray, shape: tuple[int, ...], dtype: torch.dtype) -> 
     width = _width(shape)
     num_rows, num_blocks, outliers = math.prod(shape) // width, -(-width // INT4_BLOCK), num_outliers(width)
     raw = np.frombuffer(data, np.uint8)
+    # Two bytes for each scale, outlier index and outlier value; the elements follow.
     ends = np.cumsum([2 * num_rows * num_blocks, 2 * num_rows * outliers, 2 * num_rows * outliers])
     scale_bits, index_numbers, value_bits, packed = np.split(raw, ends)
     scales = torch.from_numpy(scale_bits.view(np.int16)).view(torch.bfloat16).float()

@@ -11,7 +11,7 @@ CODECS: dict[str, pb.Codec] = {
     "int4": pb.INT4_BLOCKS,
 }
 CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
-LADDER = tuple(CODECS)
+LADDER = tuple(CODECS)  # each codec sends fewer bytes than the one before
 ALWAYS_KNOWN = frozenset({"raw", "int8"})  # every peer of this wire version reads and writes these
 ANNOUNCED = tuple(name for name in LADDER if name not in ALWAYS_KNOWN)  # codecs that this version also knows
 INT8_BLOCK = 64  # elements that share one scale
@@ -29,6 +29,7 @@ def encoded_bytes(name: str, num_rows: int, width: int, item_bytes: int) -> int:
     if name == "int8":
         return -(-num_rows * width // INT8_BLOCK) * (INT8_BLOCK + 4)
     assert name == "int4", name
+    # Per block, half a byte for each element and a scale; per outlier, an index and a value. Each of these has 2 bytes.
     return num_rows * (-(-width // INT4_BLOCK) * (INT4_BLOCK // 2 + 2) + 4 * num_outliers(width))
 
 
