@@ -25,10 +25,14 @@ def multiaddr(host: str, port: int) -> str:
 
 
 async def require_answer(initial_peers: Sequence[str]) -> None:
-    """Try a plain TCP connection to every peer, so that dead addresses are found at once; raise NoSwarm if all fail."""
-    targets = [tcp_target(peer) for peer in initial_peers]
-    attempts = [connects(*target) for target in targets if target is not None]
-    if attempts and len(attempts) == len(targets) and not any(await asyncio.gather(*attempts)):
+    """Try a plain TCP connection to every peer, so that dead addresses are found at once; raise NoSwarm if all fail.
+
+    A peer with another transport may answer, and only libp2p can try that.
+    """
+    targets = [target for target in map(tcp_target, initial_peers) if target is not None]
+    if len(targets) < len(initial_peers):
+        return
+    if not any(await asyncio.gather(*(connects(*target) for target in targets))):
         raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
 
 
@@ -67,8 +71,9 @@ def _is_peer_id(text: str) -> bool:
     number = 0
     for letter in text:
         number = number * 58 + _BASE58.index(letter)
+    # In base58, each leading 1 is a zero byte.
     data = bytes(len(text) - len(text.lstrip("1"))) + number.to_bytes((number.bit_length() + 7) // 8, "big")
-    return len(data) > 2 and data[0] in (0x00, 0x12) and data[1] == len(data) - 2
+    return len(data) > 2 and data[0] in (0x00, 0x12) and data[1] == len(data) - 2  # 0x00: identity, 0x12: SHA-256
 
 
 async def connects(host: str, port: int) -> bool:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
 
 from swarm_protocol.dht import bootstrap
+from swarm_protocol.dht.addresses import require_answer
 from swarm_protocol.errors import NoSwarm
 from tests.worlds.virtual_time import run_virtually
 
 TIMEOUT_S = 30.0
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/somebody"
+
+
+async def test_a_peer_that_only_libp2p_can_try_may_answer(recwarn: pytest.WarningsRecorder) -> None:
+    peer_id = "QmNLfbof5rLekrACjeuLk9JmGZD2HDBHCU4z16iYKmx5SE"
+    await require_answer([f"/ip4/127.0.0.1/udp/1/quic/p2p/{peer_id}", f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id}"])
+    gc.collect()
+    assert not recwarn.list, "a coroutine was never awaited"
 
 
 class UnansweredNode:
