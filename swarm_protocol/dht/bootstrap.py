@@ -33,7 +33,7 @@ _LONG_PING_S = 8.0  # for a peer that has not answered within hivemind's 3 s
 
 def refused(error: ValidationError) -> JoinRefused:
     """Translate hivemind's reason for refusing this node into an error for the user."""
-    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
+    clocks = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))  # hivemind has them nowhere but in this text
     if clocks is None:
         return JoinRefused(f"the initial peer refuses this node: {printable(str(error))}")
     offset_s = float(clocks[1]) - float(clocks[2])
@@ -55,7 +55,7 @@ async def bootstrap(node: DHTNode, addresses: Sequence[str], *, joins: bool = Fa
         ValidationError: the node joins, and its clock differs from the peer's.
     """
     answers = await asyncio.gather(*(_meets(node, address, joins) for address in dict.fromkeys(addresses)))
-    if any(answers):  # like hivemind at node start: nodes with nearby ids store nearby keys
+    if any(answers):  # as hivemind does at a node's start, because the nodes with the nearest ids store a key
         with suppress(asyncio.TimeoutError):
             async with asyncio.timeout(_SEARCH_TIMEOUT_S):
                 await node.find_nearest_nodes([node.node_id])
@@ -120,6 +120,7 @@ async def _join(
             left_s = deadline - clock()
             if left_s < _RETRY_S or not (are_alive() or await _is_connected(node, initial_peers)):
                 raise NoSwarm(f"no initial peer answered: {', '.join(initial_peers)}")
+            # From the second attempt on, a peer that is busy gets more time for its answer.
             if node.protocol.wait_timeout != _LONG_PING_S:
                 node.protocol.wait_timeout = _LONG_PING_S
                 on_wait(left_s)
@@ -155,7 +156,7 @@ async def _meets(node: DHTNode, address: str, joins: bool) -> bool:
     try:
         return await node.protocol.call_ping(peer, validate=joins) is not None
     except ValidationError as error:
-        if "local time" in str(error):
+        if "local time" in str(error):  # the clocks differ
             raise
         return False  # the peer was too busy to ping back
 
@@ -166,6 +167,6 @@ async def _connect(node: DHTNode, peer: PeerID, transport: Multiaddr) -> None:
             await node.p2p._client.connect(peer, [transport])
             return
         except ControlFailure as error:
-            if "dial backoff" not in str(error):
+            if "dial backoff" not in str(error):  # libp2p waits after a failed dial, see ``_BACKOFF_S``
                 raise
         await asyncio.sleep(_RETRY_S)

@@ -2,11 +2,11 @@
 
 An identity is free, but an address has a cost. Therefore only a few servers per public address count.
 
-The list of models has one signed entry per server: the server's record, under a key of the list. The list has a few
-keys, and each model uses two of them, so that one read is enough however many servers there are. Only the few servers
-of a model whose peer ids hash lowest write entries; if entries of the model contradict each other, all its servers
-write. Therefore the list shows what most of a model's servers say, as far as there is room. An attacker needs more
-identities than the model has servers.
+The list of models has signed entries: the records of servers, under keys of the list. The list has a few keys, and each
+model uses two of them, so that one read is enough however many servers there are. Only the few servers of a model whose
+peer ids hash lowest write entries. If entries of a model contradict each other, all its servers write. Therefore the
+list shows what the majority of a model's servers say, as far as there is room, and an attacker needs more identities
+than the model has servers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _public_host(address: str) -> str:
 def shards_of(model: str) -> tuple[int, ...]:
     """Return the parts of the list in which a model is listed."""
     start, apart = sha256(model.encode()).digest()[:2]
-    first = start % NUM_SHARDS
+    first = start % NUM_SHARDS  # the other is at least one and at most NUM_SHARDS - 1 places further: never the same
     return tuple((first + number * (1 + apart % (NUM_SHARDS - 1))) % NUM_SHARDS for number in range(_SHARDS_PER_MODEL))
 
 
@@ -98,8 +98,8 @@ def should_write(own: ServerRecord, entries: Iterable[ServerRecord]) -> bool:
 
 def models_of(entries: Iterable[ServerRecord]) -> dict[str, int]:
     """Return the sorted model names with the block count that most of their servers claim; ``MAX_MODELS`` at most."""
-    says = {entry.peer_id: entry for entry in entries if entry.state is not ServerState.OFFLINE}
-    claims = Counter((entry.model, entry.num_blocks) for entry in says.values())
+    votes = {entry.peer_id: entry for entry in entries if entry.state is not ServerState.OFFLINE}  # one per server
+    claims = Counter((entry.model, entry.num_blocks) for entry in votes.values())
     models: dict[str, int] = {}
     for (model, num_blocks), _ in sorted(claims.items(), key=lambda claim: (-claim[1], claim[0])):
         if len(models) < MAX_MODELS:

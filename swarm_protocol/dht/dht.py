@@ -41,7 +41,7 @@ _PUBLISH_TIMEOUT_S = 10.0
 _MAX_NAMED = 3  # servers named in a message
 _MAX_REMEMBERED = 8  # peers
 _PARALLEL_READS = 8  # reads of shards: the data in flight must arrive within hivemind's 3 s for a reply
-_RARELY = 5  # servers read the list of models less often by this factor, if the root has no room for them
+_RARELY = 5  # where the root shard is full, there are many servers, and each reads the list of models less often
 _logger = logging.getLogger(__name__)
 
 
@@ -139,7 +139,7 @@ class Dht:
         return AccusationRegistry(lambda: self._node, self._swarm, model, self._identity, self._access)
 
     def candidates(self, group: str, secret: bytes, token: bytes) -> CandidateRegistry:
-        """Return the candidates for a group of servers. ``token``: of a member of a private swarm."""
+        """Return the candidates for a group of servers; ``token`` is the membership token in a private swarm."""
         return CandidateRegistry(lambda: self._node, self._swarm, self._identity, token, group, secret)
 
     async def addresses(self) -> list[str]:
@@ -231,6 +231,7 @@ class Dht:
     async def _publish(self, record: ServerRecord, lifetime_s: float) -> bool:
         async with self._publishing:
             place = self._places.setdefault(record.model, _Place())
+            # The withdrawn record expires earlier, because readers that find both take the one that expires last.
             withdrawn = dataclasses.replace(
                 record, state=ServerState.OFFLINE, expires_at=self._expirations.after(lifetime_s)
             )
@@ -259,8 +260,8 @@ class Dht:
 
         One DHT read is enough for few servers; otherwise each level of the tree of shards needs one more read in turn.
         """
-        if self.revocations is not None:
-            await self.revocations.read()
+        if (revocations := self.revocations) is not None:
+            await revocations.read()
         records: list[ServerRecord] = []
         level: Sequence[str] = (ROOT_SHARD,)
         while level:
@@ -293,7 +294,9 @@ class Dht:
             stored = await self._store(place, path[depth], record)
             if stored:
                 break
-            if depth >= place.depth:  # a shard not known to be full: a record below it would be invisible to readers
+            # Shards above the present depth are known to be full. In another one, the store may have failed for another
+            # reason, and readers look below a shard only if it is at least half full.
+            if depth >= place.depth:
                 items = await self._read(record.model, path[depth])
                 stored = self._subkey in items and items[self._subkey].expiration_time == record.expires_at
                 if stored or not shards.is_split(len(items), self._limits.capacity):
@@ -349,10 +352,10 @@ class _Place:
     depth: int = 0
     publications: int = 0
     is_listed: bool = False  # the server's entry is in the list of models
-    standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: what readers may find until it expires
+    standing: dict[str, ServerRecord] = field(default_factory=dict)  # by shard: records that readers may still find
 
     def start_publication(self, path: tuple[str, ...], climb_every: int) -> range:
-        """Return the depths of ``path`` to try: from the present one on, or at times, to climb, from the root on."""
+        """Return the depths of ``path`` to try: from the present one on, or now and then from the root on, to climb."""
         if path != self.path:
             self.path, self.depth = path, 0
         climbs = self.publications % climb_every == 0
@@ -360,7 +363,7 @@ class _Place:
         return range(0 if climbs else self.depth, len(path))
 
     def note_listing(self, is_listed: bool) -> None:
-        """Note whether the server's entry belongs in the list of models."""
+        """Set whether the server's entry belongs in the list of models."""
         self.is_listed = is_listed
 
     def settle(self, depth: int, now: float) -> None:
@@ -370,7 +373,7 @@ class _Place:
 
 
 def _latest(records: Iterable[ServerRecord]) -> Collection[ServerRecord]:
-    """Return each server's record that expires last; of several, the first."""
+    """Return for each server the record that expires last, or the first of several."""
     latest: dict[str, ServerRecord] = {}
     for record in records:
         if latest.setdefault(record.peer_id, record).expires_at < record.expires_at:

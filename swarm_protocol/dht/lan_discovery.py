@@ -28,7 +28,7 @@ SERVICE = "_swarm-lm._tcp.local."
 FIND_S = 3.0  # wait for answers; the query is sent three times meanwhile
 _MORE_S = 0.3  # extra wait for more members after the first answer
 _RESOLVE_S = 3.0  # timeout to resolve the addresses of one member
-_MAX_TRIES = 3
+_MAX_TRIES = 3  # to resolve a member: answers come by UDP, and may be lost
 _MAX_MEMBERS = 64  # members kept, and members resolved at the same time
 _MAX_ADDRESSES = 4  # per member
 LOCAL_NETWORKS = [
@@ -138,7 +138,7 @@ class LanDiscovery:
             await (await self._zeroconf.async_unregister_service(before))
         if not hosts:
             return False
-        port = next(iter(hosts.values()))
+        port = next(iter(hosts.values()))  # a service has one port, and the addresses that share it
         info = ServiceInfo(
             SERVICE,
             f"{peer_id}.{SERVICE}",
@@ -148,7 +148,7 @@ class LanDiscovery:
             server=f"{peer_id}.local.",
         )
         self._advertised = info
-        is_again = before is not None  # then a peer that answers to this name is this node itself
+        is_again = before is not None  # then the peer that already answers to this name is this node itself
         await self._zeroconf.async_register_service(info, cooperating_responders=is_again)
         return True
 
@@ -218,7 +218,7 @@ async def find_members(swarm: str) -> list[str]:
     if not found:
         flag = "" if swarm == DEFAULT_SWARM else f" --swarm {swarm}"
         raise NoSwarm(
-            f"nobody of swarm {swarm!r} has answered on the local network within {FIND_S:g} s: start a server with "
+            f"no member of swarm {swarm!r} answered on the local network within {FIND_S:g} s: start a server with "
             f"`{typed('server')} --discover{flag}`, or give initial peers"
         )
     return found

@@ -18,7 +18,7 @@ from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonErro
 from swarm_protocol.net.identity import Identity
 
 _DAEMON_TIMEOUT_S = 60.0  # enough on a busy machine
-_NODE_TIMEOUT_S = 20.0
+_NODE_TIMEOUT_S = 20.0  # hivemind waits for ever for a daemon that is gone
 _SHUTDOWN_TIMEOUT_S = 5.0
 
 
@@ -32,11 +32,13 @@ class Listening:
 
 
 class _Node(DHTNode):  # type: ignore[misc]
+    """hivemind's node, with a remedy for peers that name the node itself as its neighbour."""
+
     async def _call_find_with_blacklist(self, peer_id: PeerID, keys: Collection[DHTID]) -> Any:
         """Return a peer's answer for the keys, without this node among the neighbours in the answer.
 
-        A peer names this node if it met the node while it served others, or to do harm. hivemind 1.1.12 assumes that
-        no peer does so: its ``store_many`` would fail with an AssertionError.
+        A peer does so if it met this node while this node served others, or to do harm. hivemind 1.1.12 assumes that
+        no peer does: its ``store_many`` would fail with an AssertionError.
         """
         found = await super()._call_find_with_blacklist(peer_id, keys)
         for _, neighbors in (found or {}).values():
@@ -60,9 +62,11 @@ async def start(
                     node_id=node_id,
                     client_mode=listening.host is None,
                     record_validator=validator or Validator(identity.private_key),
+                    # With hivemind's caches, a reader would send all that it has read to one more node, and a server
+                    # that has read a key would read it again at each store.
                     cache_refresh_before_expiry=0,
-                    cache_nearest=0,  # otherwise a reader sends all that it has read to one more node,
-                    cache_on_store=False,  # and a server that has read a key reads it again at each store
+                    cache_nearest=0,
+                    cache_on_store=False,
                 )
         except TimeoutError:
             raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
@@ -87,6 +91,7 @@ async def start_again(ended: DHTNode, identity: Identity, listening: Listening) 
 def set_serving(node: DHTNode, serves: bool) -> None:
     """Set whether other nodes may query this node; a node that is not reachable should only query."""
     node.protocol.client_mode = not serves
+    # Peers add a node to their routing tables by the id that it sends, so that one that only queries sends none.
     node.protocol.node_info = type(node.protocol.node_info)(node_id=node.node_id.to_bytes() if serves else b"")
 
 
@@ -130,13 +135,14 @@ async def _start_daemon(identity: Identity, listening: Listening) -> P2P:
             identity_path=identity_path,
             check_if_identity_free=False,  # the check starts another daemon; our key files are locked instead
             startup_timeout=_DAEMON_TIMEOUT_S,
-            auto_nat=False,
+            auto_nat=False,  # servers find out by dial-back, and have relays and hole punching of this library's own
             nat_port_map=False,
             use_relay=False,
             **options,
         )
+    # Fetch the errors with which these tasks end together with their daemon: asyncio would log them as never retrieved.
     for task in (p2p._client.control._read_task, p2p._client.control._write_task):
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the daemon's end is no error
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return p2p
 
 

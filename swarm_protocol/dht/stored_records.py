@@ -58,12 +58,12 @@ def owner_of(subkey: object) -> str:
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """The records that this node stores for other nodes: no more under one key than fits in a message.
 
-    Above 4 MiB hivemind fails silently: the node seems dead to the nodes that query it.
+    Above 4 MiB hivemind fails silently, and the node seems dead to those that query it.
     """
 
     capacity: int
     access: AccessControl | None = None  # set in a private swarm, for which only members' records are stored
-    _is_storing = False
+    _is_storing = False  # meanwhile, hivemind stores by changing what ``get`` returns
 
     def limit(self, capacity: int, access: AccessControl | None) -> None:
         """Store at most ``capacity`` records under a key; with ``access``, only those of members."""
@@ -92,7 +92,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return stored
 
     def get(self, key: Any) -> Any:
-        """Return the value; in a private swarm a copy, because hivemind adds to it what it reads elsewhere."""
+        """Return the value; in a private swarm a copy, because hivemind adds records to it that it reads elsewhere."""
         found = super().get(key)
         if self.access is None or self._is_storing or found is None or not isinstance(found.value, DictionaryDHTValue):
             return found
@@ -165,11 +165,9 @@ class Validator(RSASignatureValidator):  # type: ignore[misc]
 
 
 def limit_records(node: DHTNode, access: AccessControl | None = None, limits: DhtLimits = USUAL_LIMITS) -> None:
-    """Limit the records that a node stores and reads; with ``access``, to those of a private swarm's members.
-
-    The node's storage stays, because it may hold records received while joining.
-    """
+    """Limit the records that a node stores and reads; with ``access``, to those of a private swarm's members."""
     storage = node.protocol.storage
+    # hivemind makes the storage itself, and may have stored records in it already.
     storage.__class__ = BoundedStorage
     storage.limit(limits.capacity, access)
     node.protocol.record_validator.limit(limits.max_lifetime_s, access)
@@ -182,7 +180,7 @@ class Expirations:
         self._latest = 0.0
 
     def after(self, lifetime_s: float) -> float:
-        self._latest = max(get_dht_time() + lifetime_s, self._latest + 0.001)
+        self._latest = max(get_dht_time() + lifetime_s, self._latest + 0.001)  # a clock may be set back
         return self._latest
 
 

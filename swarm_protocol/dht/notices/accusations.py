@@ -48,8 +48,8 @@ class AccusationRegistry:
     async def publish(self, evidence: Sequence[pb.Evidence], doubted: Sequence[str], token: bytes) -> bool:
         """Replace this peer's published accusations; return whether a node accepted them.
 
-        ``doubted``: peer ids. ``token``: of a member of a private swarm. The last ``MAX_EVIDENCE`` and the first
-        ``MAX_DOUBTED`` are published.
+        ``doubted`` are peer ids, and ``token`` is the membership token in a private swarm. The last ``MAX_EVIDENCE``
+        and the first ``MAX_DOUBTED`` are published.
         """
         message = pb.Accusations(evidence=evidence[-MAX_EVIDENCE:], doubted=doubted[:MAX_DOUBTED], token=token)
         data, expires_at = message.SerializeToString(), get_dht_time() + LIFETIME_S

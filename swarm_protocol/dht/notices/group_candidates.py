@@ -33,9 +33,10 @@ class CandidateRegistry:
     ) -> None:
         """Set where to read and publish.
 
-        ``node`` returns the current node of this process. ``token``: of a member of a private swarm. ``group`` is the
-        group's name, ``secret`` what its members share.
+        ``node`` returns the current node of this process, and ``token`` is the membership token in a private swarm.
+        ``group`` is the group's name, ``secret`` what its members share.
         """
+        # Two keys from one secret: the DHT key shows nothing of the key that seals.
         keys = HKDF(hashes.SHA256(), 2 * _KEY_BYTES, group.encode(), b"candidates of a group").derive(secret)
         self._key, self._sealing = group_key_of(swarm, keys[:_KEY_BYTES].hex()), AESGCM(keys[_KEY_BYTES:])
         self._node, self._identity, self._token = node, identity, token
