@@ -133,7 +133,7 @@ class ServerRecord:
             network_tokens_per_s=self.network_tokens_per_s,
             work=self.work.to_proto(),
             codecs=[CODECS[name] for name in self.codecs],
-            members=0 if self.members == 1 else self.members,
+            members=0 if self.members == 1 else self.members,  # records without the field mean 1
             next_blocks=None if self.next_span is None else pb.Span(start=self.next_span.start, end=self.next_span.end),
         )
 

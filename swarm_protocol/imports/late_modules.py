@@ -26,11 +26,14 @@ class _LateModule(ModuleType):
         stand_ins = vars(self).get("_stand_ins", {})
         if name in stand_ins:
             return stand_ins[name]
+        # Python finds a submodule in ``sys.modules`` while its package lacks the attribute, and asks packages for names
+        # such as ``__path__`` itself. Neither needs the code.
         being_imported = f"{self.__name__}.{name}" in sys.modules
         if being_imported or (name.startswith("__") and name != "__version__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         locked = _RUNNING.acquire(timeout=_WAIT_S)
         try:
+            # Removed before the code runs, so that the code itself does not get here again.
             if vars(self).pop("_stand_ins", None) is not None:
                 self._run()
             return ModuleType.__getattribute__(self, name)
@@ -40,7 +43,7 @@ class _LateModule(ModuleType):
 
     def _run(self) -> None:
         finder = vars(self).pop("_finder", None)
-        if finder in sys.meta_path:
+        if finder in sys.meta_path:  # the package runs now, before all its modules
             sys.meta_path.remove(finder)
         run(vars(self).pop("_after", ""))
         assert self.__spec__ is not None and self.__spec__.loader is not None
@@ -80,7 +83,7 @@ def put_off(name: str, alone: Collection[str] | None = ()) -> None:
 def run(name: str) -> None:
     """Run the code of a deferred module; do nothing if it has run, or the module is not imported."""
     if not has_run(name) and name in sys.modules:
-        getattr(sys.modules[name], "any_name", None)
+        getattr(sys.modules[name], "any_name", None)  # a missing name runs the code, see ``_LateModule``
 
 
 def import_by(name: str, execute: Execute) -> None:

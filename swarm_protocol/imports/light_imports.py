@@ -56,13 +56,14 @@ def _enter_torch() -> None:
         put_off(name, alone=ALONE.get(name, ()))
     import torch
 
+    # torch/_prims/rng_prims.py, which is deferred with the meta operations, would do this for generators.
     with suppress(ImportError, KeyError):  # another version of torch
         from torch._opaque_base import OpaqueBaseMeta
 
         vars(torch._C)["_set_generator_metaclass"](OpaqueBaseMeta)
     try:
         torch.Generator()
-    except RuntimeError:
+    except RuntimeError:  # a version that needs more of what is deferred
         run(META_OPERATIONS)
 
 
@@ -106,7 +107,8 @@ def import_transformers(left_out: Sequence[str] = LEFT_OUT) -> None:
     _enter_torch()
     _enter_compiler()
     try:
-        with _without(left_out), _one_process():
+        with _without(left_out):
+            _find_no_distributed_torch()
             for name in MODULES:
                 importlib.import_module(name)
     except (ImportError, AttributeError, NameError) as error:  # a version that cannot do without them
@@ -127,8 +129,7 @@ def _without(packages: Sequence[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
-@contextmanager
-def _one_process() -> Iterator[None]:
+def _find_no_distributed_torch() -> None:
     """Make transformers believe that this torch was built without support for several processes."""
     import torch
     from transformers.utils.import_utils import is_torch_distributed_available
@@ -136,7 +137,6 @@ def _one_process() -> Iterator[None]:
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        is_torch_distributed_available()  # it caches its result
+        is_torch_distributed_available()  # which caches what it finds now
     finally:
         torch.distributed.is_available = is_available
-    yield

@@ -34,8 +34,10 @@ def remember_models() -> None:
 
 
 def _with_memory(module: ModuleType, loader: Loader) -> None:
+    """Run the module's code, and replace its reader by one that keeps its result on disk."""
     loader.exec_module(module)
-    read = getattr(getattr(module, _READER, None), "__wrapped__", None)  # its own cache holds a fifth of the entries
+    # The function without its decorator, a cache in memory that is too small: it holds a fifth of the entries.
+    read = getattr(getattr(module, _READER, None), "__wrapped__", None)
     if read is None:
         return
 
@@ -53,7 +55,7 @@ def recalled(read: Read, models: str, code: Sequence[str] = (), kept_in: Path | 
     """Return ``read(models)``, from the cache file if that was written for the same sources.
 
     Args:
-        code: the files of the code that reads the sources; the cache is of no use once they have changed.
+        code: the files of the code that reads the sources; the cache is invalid once they have changed.
         kept_in: the directory of the cache file; None: in the user's cache.
     """
     file = (kept_in or platformdirs.user_cache_path("swarm") / "transformers") / f"{_MODELS}.json"
@@ -91,7 +93,7 @@ def _state(path: str, status: os.stat_result) -> str:
 
 
 def _encoded(index: Any) -> Any:
-    """Encode the index for JSON, whose keys are strings."""
+    """Encode the index for JSON: as lists of pairs, because JSON's keys are strings, and sets by their kind."""
     if isinstance(index, dict):
         return [[_encoded(key), _encoded(value)] for key, value in index.items()]
     if isinstance(index, frozenset):

@@ -9,9 +9,10 @@ DISTRIBUTION = "swarm-lm"
 
 
 def required_packages() -> list[str]:
-    """Return the requirements of the installed package, in the form of its metadata.
+    """Return the requirements of the installed package, as its metadata lists them.
 
-    Raises PackageNotFoundError if only the source is present.
+    Raises:
+        PackageNotFoundError: only the source is present.
     """
     return metadata.requires(DISTRIBUTION) or []
 

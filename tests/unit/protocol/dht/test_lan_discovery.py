@@ -248,5 +248,5 @@ async def test_that_nobody_has_answered_is_said_in_one_sentence(
     start, wait = LanDiscovery.start, LanDiscovery.wait_for_members
     monkeypatch.setattr(LanDiscovery, "start", lambda swarm: start(swarm, "127.0.0.1"))
     monkeypatch.setattr(LanDiscovery, "wait_for_members", lambda discovery: wait(discovery, timeout_s=0.0))
-    with pytest.raises(NoSwarm, match=r"nobody of swarm 'nowhere' has answered .* --discover --swarm nowhere`, or"):
+    with pytest.raises(NoSwarm, match=r"no member of swarm 'nowhere' answered .* --discover --swarm nowhere`, or"):
         await lan_discovery.find_members("nowhere")
