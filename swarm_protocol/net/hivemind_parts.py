@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-require_libp2p()
+require_libp2p()  # an import that fails would not say what to do
 enter("hivemind", alone=None)
 
 from hivemind.dht.crypto import RSASignatureValidator
@@ -68,17 +68,17 @@ class P2P(AnyP2P):  # type: ignore[misc]
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> P2P:
-        cls._UNIX_SOCKET_PREFIX = f"/unix{socket_directory()}/"
+        cls._UNIX_SOCKET_PREFIX = f"/unix{socket_directory()}/"  # hivemind has no argument for it
         p2p: P2P = await super().create(*args, **kwargs)
         return p2p
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
-    """Return False for asyncio's harmless errors about cancelled lookups' tasks (hivemind 1.1.12, ``traverse_dht``)."""
+    """Return False for asyncio's harmless errors about tasks of cancelled lookups (hivemind 1.1.12)."""
     text = record.getMessage()
     return not (text.startswith("Task was destroyed but it is pending") and "coro=<Event.wait()" in text)
 
 
 logging.getLogger("asyncio").addFilter(_is_of_use)
-# It reports every problem of its daemon on stderr; the user sees relevant failures through this library's errors.
+# hivemind reports every problem of its daemon on stderr; the user sees relevant failures through this library's errors.
 logging.getLogger("hivemind").setLevel(logging.CRITICAL)

@@ -10,10 +10,13 @@ _ANY_PORT = 9  # any port will do, because nothing is sent
 
 
 def source_address(host: str) -> str:
-    """Return the own address from which packets go to ``host``; nothing is sent. Raise OSError without a route."""
+    """Return this machine's address from which packets go to ``host``, and send nothing. Raise OSError without a route.
+
+    It may wait for the name service.
+    """
     family, kind, protocol, _, target = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
+        probe.connect(target)  # of a datagram socket: only the route is looked up
         address: str = probe.getsockname()[0]
     return address
 
@@ -28,6 +31,7 @@ def split_address(address: str, default_port: int) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host:
         return address, default_port
+    # More colons without brackets could be an IPv6 address of another form, with or without a port.
     is_clear = ":" not in host or (host.startswith("[") and _is_ipv6(_without_brackets(host)))
     if not port.isdecimal() or not 0 < int(port) < 65536 or not is_clear:
         raise ValueError(

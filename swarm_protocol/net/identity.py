@@ -115,13 +115,13 @@ def file_in_memory(data: bytes) -> Iterator[str]:
         os.fchmod(file.fileno(), 0o600)
         file.write(data)
         file.flush()
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # not /proc/self: the libp2p daemon opens it
 
 
 def locked_key_file(path: Path) -> IO[bytes]:
     """Open a key file and lock it, because two servers with one key would be the same peer.
 
-    Waits up to three seconds for a process that is ending.
+    The call waits up to three seconds for a process that is ending.
 
     Raises:
         ValueError: another process uses the file, or the file cannot be read.
@@ -157,10 +157,13 @@ def peer_id_of(public_key: bytes) -> str:
 def verified_signer(
     data: bytes, public_key: bytes, signature: bytes, wrong: str = "a signature of {} is wrong", no_key: str = ""
 ) -> str:
-    """Return the id of the peer that has signed the data, which begins with a prefix that no other kind of data has.
+    """Return the id of the peer that has signed the data.
+
+    The data begin with a prefix that no other kind of signed data has. ``wrong`` is the message about a wrong
+    signature, in which {} stands for the peer id. ``no_key`` is the message about a key that no peer can have.
 
     Raises:
-        ValueError: the signature is ``wrong``, where {} is the peer id; or ``no_key``: no peer has such a public key.
+        ValueError: the signature is wrong, or the public key is no peer's.
     """
     try:
         peer_id = peer_id_of(public_key)
@@ -184,6 +187,7 @@ def _rsa_key(serialized: bytes) -> RSAPrivateKey:
     message = crypto_pb2.PrivateKey.FromString(serialized)
     if message.key_type != crypto_pb2.KeyType.RSA:
         raise ValueError("the key is not an RSA key")
+    # hivemind reads a private key only where it unpickles one, and its constructor would generate another.
     key = RSAPrivateKey.__new__(RSAPrivateKey)
     key.__setstate__({"_private_key": message.data})
     return key

@@ -11,8 +11,8 @@ from urllib.parse import unquote
 from swarm_protocol.net.ip_networks import customer_of, parse_host
 
 _OF_A_CLIENT = 3  # times what is left: 3/4 of all for one client, 3/7 each for two
-_NO_ORIGINS: Mapping[tuple[str, int], str] = {}
 _OF_AN_ADDRESS = 7  # 7/8 of all for all callers behind one address, if there are no others
+_NO_ORIGINS: Mapping[tuple[str, int], str] = {}
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Caller:
 
     Attributes:
         peer_id: the peer id of the caller's key.
-        address: IP address or IPv6 network; empty if the address does not identify the caller. Identities are free to
-            make, addresses are not.
+        address: the IPv4 address or IPv6 network; empty if it does not identify the caller. It counts beside the peer
+            id, because identities are free to make and addresses are not.
     """
 
     peer_id: str
@@ -30,7 +30,7 @@ class Caller:
 
     @cached_property
     def holders(self) -> tuple[tuple[Hashable, int], ...]:
-        """Return the keys that the caller's share counts for, each with its multiple of what is left."""
+        """Return the keys under which the caller's share is counted, each with its multiple of what is left."""
         own: tuple[Hashable, int] = self.peer_id, _OF_A_CLIENT
         return (own, (("address", self.address), _OF_AN_ADDRESS)) if self.address else (own,)
 
@@ -38,8 +38,8 @@ class Caller:
 def address_at(host: str) -> str:
     """Return the ``address`` of a caller at this IP address.
 
-    It is empty if the host is no IP address. It is empty for this machine too: all callers of a proxy share one
-    address.
+    It is empty if the host is no IP address. It is empty for this machine too, because all callers of a proxy on this
+    machine come from the same address.
     """
     address = parse_host(host)
     return "" if address is None or address.is_loopback else customer_of(address)
@@ -98,7 +98,7 @@ class Shares:
         for holder, _factor in caller.holders:
             if held := self._held.get(holder, 0) + amount:
                 self._held[holder] = held
-            else:
+            else:  # identities come and go: a holder of nothing takes no memory
                 self._held.pop(holder, None)
 
 

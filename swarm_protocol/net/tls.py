@@ -28,7 +28,7 @@ _TLS_NAME = "swarm"
 # signature proves nothing. The handshake itself proves that the client has the private key of its certificate.
 _AUTHORITY_NAME = "swarm clients"
 _AUTHORITY_SECRET = hashlib.sha256(b"the key of this authority is public").digest()
-_MOST_KNOWN = 1024  # cached certificates of clients
+_MOST_KNOWN = 1024  # cached certificates of clients, because each call shows the certificate again
 # A client's certificate has its membership token in this extension. The number is random, see ITU-T X.667.
 _TOKEN_OID = x509.ObjectIdentifier("2.25.57207744209203973774103382683557686505")
 _SHOWN_CHARS = 80  # per address in a message
@@ -64,7 +64,7 @@ class ClientCredentials:
     def __init__(self, identity: Identity, token: bytes = b"") -> None:
         """Create the certificate. This takes a few milliseconds, so create one object and reuse it for all connections.
 
-        ``token``: that of a member of a private swarm, see ``swarm_protocol.access``; servers read it with
+        ``token`` is the membership token in a private swarm, see ``swarm_protocol.access``. Servers read it with
         ``token_of``.
         """
         authority_key, _ = _authority()
@@ -95,7 +95,7 @@ class ClientCredentials:
         except (ValueError, OverflowError):  # addresses come from untrusted records
             raise PeerUnavailable(f"no server answers at {shown!r}: it is no address, expected HOST:PORT") from None
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        # close() would wait for a TLS close message that gRPC does not send, and keep the server waiting
+        # ``close`` would wait for a TLS close message that gRPC does not send, and keep the server waiting.
         writer.transport.abort()
         return der
 
@@ -201,7 +201,7 @@ def _certificate_pem(
         .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of volunteers differ
         .not_valid_after(now + datetime.timedelta(days=3650))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(_TLS_NAME)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=name == issuer, path_length=None), critical=True)  # ca: a root
     )
     if token:
         builder = builder.add_extension(x509.UnrecognizedExtension(_TOKEN_OID, token), critical=False)

@@ -116,7 +116,7 @@ def apply_config(
             if (variable and os.environ.get(variable)) or _replaced(key, argv, rules.exclusive):
                 continue
             parsers[name].set_defaults(**{setting.action.dest: setting.value})
-            setting.action.required = False
+            setting.action.required = False  # argparse asks for a required flag even if it has a default
 
 
 def _replaced(key: str, argv: Sequence[str], exclusive: Sequence[Collection[str]]) -> bool:
@@ -160,6 +160,8 @@ def read_config_file(
 
 
 class _Reader:
+    """A reader of one file, for some commands."""
+
     def __init__(self, path: Path, parsers: Parsers, all_parsers: Callable[[], Parsers] | None) -> None:
         self._path, self._parsers, self._all = path, parsers, all_parsers
         self._found: dict[Name, dict[str, FlagValue]] = {name: {} for name in parsers}
@@ -189,6 +191,7 @@ class _Reader:
             self._found[name][key] = FlagValue(action, self._checked(table, key, value, action), table)
         if having or (not table and self._all is None):
             return
+        # The key may be a flag of another command in this table. Building all parsers takes long, so it is done last.
         flags = self._flags(self._parsers if self._all is None else self._all(), table)
         known = {known for each in flags.values() for known in each}
         if key not in known:
@@ -217,9 +220,9 @@ def _within(parsers: Parsers, table: Name) -> Parsers:
 
 
 def _converted(value: Any, action: argparse.Action, wrong: str) -> Any:
-    kind: Any = action.type
+    kind: Any = action.type  # None: text, and numbers without quotes are taken as their text
     fits = {int: (int,), float: (int, float), Path: (str,)}.get(kind, (str, int, float))
-    if not isinstance(value, fits) or isinstance(value, bool):
+    if not isinstance(value, fits) or isinstance(value, bool):  # a bool is an int in Python
         raise ValueError(f"{wrong}: expected {_EXPECTED.get(kind, _EXPECTED[None])}")
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"{wrong}: expected {', '.join(map(str, action.choices))}")

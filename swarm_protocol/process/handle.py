@@ -29,7 +29,10 @@ class ProcessHandle:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether it runs; with a descriptor, until its last thread has ended and its files are closed."""
+        """Return whether the process runs; by its descriptor, until its last thread has ended and its files are closed.
+
+        Once it has ended, its descriptor is closed.
+        """
         if self._process is not None and not self._process.runs():
             self._process = None
         return self._process is not None
@@ -61,7 +64,7 @@ class _Descriptor:
         weakref.finalize(self, os.close, self._descriptor)
 
     def runs(self) -> bool:
-        poll = select.poll()
+        poll = select.poll()  # unlike ``select.select``, it takes descriptors from 1024 on
         poll.register(self._descriptor, select.POLLIN)
         return not poll.poll(0)
 
@@ -84,6 +87,7 @@ class _StartTime:
 
     def runs(self) -> bool:
         try:
+            # An ended process that its parent has not waited for still has its number.
             return bool(self._process.is_running()) and self._process.status() != self._psutil.STATUS_ZOMBIE
         except self._psutil.NoSuchProcess:
             return False

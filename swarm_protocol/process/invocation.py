@@ -19,7 +19,7 @@ CONSOLE_SCRIPT = "swarm"
 
 
 def typed(command: str = "") -> str:
-    """Return how this process's user starts ``server``, ``generate`` and so on; without a command, the prefix."""
+    """Return what the user types to start this command, as this process was started; without a command, the prefix."""
     if Path((sys.argv or [""])[0]).name == CONSOLE_SCRIPT:
         return f"{CONSOLE_SCRIPT} {command}".rstrip()
     return "python -m swarm_server" if command == "server" else f"python -m swarm_client {command}".rstrip()
@@ -49,6 +49,7 @@ def run_command(parse: Callable[[], argparse.Namespace]) -> None:
         say_error(error)
         sys.exit(1)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        # Python flushes stdout when it exits, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -79,7 +80,7 @@ def add_common_flags(parser: argparse.ArgumentParser, level: str = "warning") ->
 
 
 def typed_flags(parser: argparse.ArgumentParser, argv: list[str]) -> set[str]:
-    """Return the long names, without dashes, of the typed flags. No flag may stand for None."""
+    """Return the long names, without dashes, of the typed flags. A flag whose value is None counts as not typed."""
     names: dict[str, str] = {}
     for action in parser._actions:
         if action.option_strings:

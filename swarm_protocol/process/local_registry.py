@@ -85,7 +85,7 @@ class LocalRegistry:
             with suppress(OSError):
                 lock = opened.enter_context(self._open_lock())
                 while not (is_held := try_lock(lock) and self._has(lock)) and time.monotonic() < deadline:
-                    if self._has(lock):
+                    if self._has(lock):  # another process holds the lock: flock itself would block the event loop
                         await asyncio.sleep(_LOCK_POLL_S)
                     else:  # the directory was removed meanwhile
                         lock = opened.enter_context(self._open_lock())
@@ -120,7 +120,7 @@ class LocalRegistry:
                 with path.open("rb") as file:
                     data = file.read(_MAX_ENTRY_BYTES)
                 entry = _parse(path.stem, data, time.time() - path.stat().st_mtime)
-                if entry is None:
+                if entry is None:  # if the server has just come back, it writes its entry again when it renews it
                     path.unlink(missing_ok=True)
                 else:
                     entries.append(entry)
@@ -206,7 +206,7 @@ def _is_alive(pid: int, started: object) -> bool:
             os.kill(pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:
+        except PermissionError:  # it lives, and belongs to another user
             pass
     now_started = _start(pid)
     return now_started is None or now_started == started
@@ -222,7 +222,7 @@ def _start(pid: int) -> float | None:
         fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return -1 if fields[0] in "ZX" else int(fields[19])  # proc(5): state is field 3, starttime field 22
     except OSError:
-        return None if _PROCESSES.exists() else _start_s(pid)
+        return None if _PROCESSES.exists() else _start_s(pid)  # /proc may hide other users' processes
 
 
 def _start_s(pid: int) -> float | None:

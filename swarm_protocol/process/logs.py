@@ -18,7 +18,7 @@ ERASE_LINE = "\r\x1b[K"  # for terminals: back to the beginning of the line, whi
 FOREGROUND = "SWARM_FOREGROUND"  # the process group of the command that this process is a part of
 LEVELS, FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 _QUIET = ("httpx", "huggingface_hub", "asyncio", "grpc", "bitsandbytes")
-_FIELDS = "fields"  # of a record: values that a program would otherwise have to parse from the message
+_FIELDS = "fields"  # the attribute of a log record with values that a program would else parse from the message
 _logger = logging.getLogger("swarm")
 
 
@@ -76,7 +76,7 @@ def progress_bar(total: int, description: str, **options: Any) -> tqdm[Any]:
 
 
 def is_in_foreground() -> bool:
-    """Return whether a terminal at stderr shows this command at present, and not the shell that it was started from."""
+    """Return whether this command has the terminal at stderr at present, and not the shell that started it."""
     try:
         return os.tcgetpgrp(sys.stderr.fileno()) == int(os.environ.get(FOREGROUND) or os.getpgrp())
     except (AttributeError, OSError, ValueError):  # Windows, or not the controlling terminal: no shell shares it

@@ -30,7 +30,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return future.result()
     finally:
-        future.cancel()  # does nothing to a future that is done
+        future.cancel()  # after Ctrl-C; a future that is done stays as it is
 
 
 def call(function: Callable[..., T], *arguments: object) -> T:
@@ -61,7 +61,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, owner_pid: int) -> None:
     """End the loop before the interpreter ends: a thread that is inside gRPC at that moment can crash it."""
-    if os.getpid() != owner_pid:
+    if os.getpid() != owner_pid:  # a forked child has the handler, but not the thread
         return
     with contextlib.suppress(concurrent.futures.TimeoutError):
         asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(_STOP_TIMEOUT_S)

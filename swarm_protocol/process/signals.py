@@ -79,7 +79,7 @@ def held(on_signal: Callable[[], None]) -> Iterator[None]:
         for number in before.keys() - came:
             signal.signal(number, before[number])
         if came:
-            sys.exit(128 + came[0])
+            sys.exit(128 + came[0])  # the exit code that a shell gives a command that a signal has ended
 
 
 def _unwind(number: int, _frame: FrameType | None) -> None:
@@ -91,7 +91,7 @@ def _expect_another(number: int) -> None:
     """Let a second SIGTERM end the process at once, and a second SIGHUP do nothing."""
     if number == HANGUP:
         signal.signal(number, signal.SIG_IGN)
-        leave_terminal()
+        leave_terminal()  # the cleanup may print
     else:
         signal.signal(number, signal.SIG_DFL)
 

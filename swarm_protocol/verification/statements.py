@@ -83,7 +83,7 @@ class OutputStatement:
 
     def is_about(self, inputs: BlockInput, output: torch.Tensor) -> bool:
         """Return whether it is about these inputs and exactly this output, [positions, hidden_size]."""
-        found = sketch_of(output, self.input_digest).float().double()
+        found = sketch_of(output, self.input_digest).float().double()  # rounded as the message rounds it
         return self.input_digest == digest_of(inputs) and torch.equal(found, self.sketch)
 
 
@@ -144,7 +144,7 @@ def sketch_of(output: torch.Tensor, seed: bytes) -> torch.Tensor:
     is on average the squared norm of that position.
     """
     hidden_size = output.shape[1]
-    num_bytes = -(-hidden_size * DIRECTIONS // 8)
+    num_bytes = -(-hidden_size * DIRECTIONS // 8)  # one bit for each element of each direction
     packed = torch.frombuffer(bytearray(hashlib.shake_256(b"directions" + seed).digest(num_bytes)), dtype=torch.uint8)
     bits = (packed[:, None] >> torch.arange(8)) & 1
     directions = 1 - 2 * bits.flatten()[: hidden_size * DIRECTIONS].view(DIRECTIONS, hidden_size).double()
