@@ -45,7 +45,7 @@ class SharedChannels:
 
     async def close(self) -> None:
         self._is_closed = True
-        while self._channels:
+        while self._channels:  # more may be added while one is closed
             _, connecting = self._channels.popitem()
             connecting.cancel()
             await asyncio.wait([connecting])
@@ -78,7 +78,7 @@ class PinnedChannels(SharedChannels):
 async def translated(peer_id: str = "", first: FirstStatus | None = None) -> AsyncIterator[None]:
     """Raise gRPC's errors as SwarmErrors of this peer; ``first``: the first status of a call that is written to.
 
-    If the task is cancelled while the call fails, CancelledError is raised: who cancels a task waits for its end.
+    If the task is cancelled while the call fails, CancelledError is raised, because the canceller waits for the end.
     """
     num_before = num_cancellations()
     try:

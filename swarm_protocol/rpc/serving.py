@@ -26,7 +26,7 @@ from swarm_protocol.wire.status import end_with, status_of
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
-_ONLY_MESSAGE_S = 60.0  # for the message of a call that has one
+_ONLY_MESSAGE_S = 60.0  # the wait for the message of a call that has one
 _logger = logging.getLogger(__name__)
 
 
@@ -146,7 +146,7 @@ def bound_server(certificate: Certificate, host: str, port: int) -> tuple[grpc.a
         ValueError: the server cannot listen on the address.
     """
     server, bound = grpc.aio.server(options=SERVER_OPTIONS), 0
-    with suppress(RuntimeError):
+    with suppress(RuntimeError):  # some versions of gRPC raise, others return 0
         bound = server.add_secure_port(host_port(host, port), certificate.server_credentials())
     if bound == 0:
         raise ValueError(cannot_listen(host, port))

@@ -1,4 +1,4 @@
-"""Work with several waiters."""
+"""Work whose result several callers wait for, and the difference between its cancellation and theirs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SharedReading:
 
         A read that raises does not count.
         """
-        awaited = self._num_begun + 1
+        awaited = self._num_begun + 1  # the first read that begins after this call
         async with self._lock:
-            if self._last_ended >= awaited:
+            if self._last_ended >= awaited:  # another caller has read while this one waited for the lock
                 return
             if pause is not None:
                 await pause()

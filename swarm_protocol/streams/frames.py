@@ -21,7 +21,11 @@ def framed(data: bytes) -> bytes:
 
 
 async def read_run(reader: asyncio.StreamReader) -> bytes:
-    """Read the next run; empty at the end of the direction. Raise BadReply, or IncompleteReadError at an early end."""
+    """Read the next run; an empty one is the end of this direction.
+
+    Raises:
+        BadReply: the run is too long. IncompleteReadError: the stream ended without an empty run.
+    """
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES))
     if length > MAX_RUN_BYTES:
         raise BadReply(f"a run of {length} bytes came through a tunnel: expected at most {MAX_RUN_BYTES}")

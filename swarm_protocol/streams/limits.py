@@ -14,7 +14,7 @@ _BURST_S = 0.5
 
 
 class Places:
-    """A limit on concurrent uses, in total and per peer; all identities at one address leave room for others."""
+    """A limit on concurrent uses, in total and per peer. The identities at one address leave room for others."""
 
     def __init__(self, what: str, most: int, most_of_one: int) -> None:
         self._what, self._most, self._most_of_one = what, most, most_of_one
@@ -61,6 +61,7 @@ class BandwidthBudget:
         """Wait until these bytes may pass. A cancelled call returns them to the budget."""
         now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self._bytes_per_s()
         self.num_bytes += num_bytes
+        # Each call waits until the bytes before its own have passed, so that calls pass in their order.
         self._free_s = max(self._free_s, now_s - self._burst_s) + takes_s
         if self._free_s > now_s:
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from swarm_protocol.errors import BadReply
 from swarm_protocol.process.routine import end_tasks
+from swarm_protocol.rpc.shared import has_result
 from swarm_protocol.streams.frames import MAX_RUN_BYTES, framed, losses_of, read_run, write
 from swarm_protocol.streams.streams import Stream
 
@@ -58,7 +59,7 @@ async def splice(one: Stream, other: Stream, take: Callable[[int], Awaitable[Non
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        try:
+        try:  # the streams are closed even if this is cancelled, or a copy has failed
             await _end(tasks)
         finally:
             one.close()
@@ -70,13 +71,14 @@ async def _both(*copying: Any) -> bool:
     tasks = [asyncio.ensure_future(copy) for copy in copying]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        whole = all(task.done() and not task.cancelled() and task.exception() is None for task in tasks)
+        whole = all(map(has_result, tasks))
     finally:
         await _end(tasks)
     return whole
 
 
 async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel the copies; raise an error that is not the loss of a connection."""
     for outcome in await end_tasks(tasks):
         if isinstance(outcome, Exception) and not isinstance(outcome, _LOSSES):
             raise outcome
