@@ -38,6 +38,6 @@ def export_interval_s(environment: Mapping[str, str]) -> float:
     except ValueError:
         interval_ms = 0.0
     if not 0 < interval_ms < float("inf"):
-        _logger.warning("OTEL_METRIC_EXPORT_INTERVAL is %s: expected milliseconds, so that it is 60000", given)
+        _logger.warning("OTEL_METRIC_EXPORT_INTERVAL is %s: expected milliseconds above 0, 60000 is used", given)
         interval_ms = _INTERVAL_MS
     return interval_ms / 1e3

@@ -79,9 +79,8 @@ def start(service: str) -> Telemetry:
 
     ``service`` is the name of the service unless variables name another one.
     """
-    asked: dict[Signal, list[str]] = {"traces": exporters("traces", os.environ)}
-    asked["metrics"] = exporters("metrics", os.environ)
-    if not any(asked.values()):
+    traces, metrics = exporters("traces", os.environ), exporters("metrics", os.environ)
+    if not (traces or metrics):
         return Telemetry()
     try:
         import prometheus_client  # noqa: F401  # it collects what is exported
@@ -94,12 +93,11 @@ def start(service: str) -> Telemetry:
     described = {"service.name": service, "service.version": version("swarm-lm"), "service.instance.id": str(uuid4())}
     resource = Resource.create(described).merge(OTELResourceDetector().detect())  # where both say it, the variables do
     provider = None
-    if of_traces := _made("traces", asked["traces"]):
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    if of_traces := _made("traces", traces):
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # ``Telemetry.close`` does it, in time
         for exporter in of_traces:
             provider.add_span_processor(BatchSpanProcessor(exporter))
-    of_metrics: list[MetricExporter] = _made("metrics", asked["metrics"])
-    return Telemetry(resource, provider, of_metrics)
+    return Telemetry(resource, provider, _made("metrics", metrics))
 
 
 def _made(signal: Signal, names: list[str]) -> list[Any]:

@@ -99,8 +99,10 @@ def _data(family: Family, started_ns: int, now_ns: int) -> Sum | Gauge | Histogr
 
 
 def _histograms(family: Family, started_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
-    """Yield a data point for each set of labels. Prometheus counts all values up to a bound; OpenTelemetry's buckets
-    have those between two bounds."""
+    """Yield a data point for each set of labels.
+
+    Prometheus counts all values up to a bound, OpenTelemetry those between two bounds.
+    """
     up_to: dict[tuple[tuple[str, str], ...], dict[float, float]] = {}
     sums: dict[tuple[tuple[str, str], ...], float] = {}
     for sample in family.samples:

@@ -55,7 +55,7 @@ class RecordedTracing(Tracing):
 
 @contextmanager
 def _current(span: RecordedSpan) -> Iterator[RecordedSpan]:
-    """Make the span the current one, and end it. An error gives it a type, but no message: it may quote a user."""
+    """Make the span the current one, and end it. The span gets the type of an error, but no message with user text."""
     with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
             yield span
