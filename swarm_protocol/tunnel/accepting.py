@@ -86,6 +86,7 @@ class Acceptor:
     async def _pipe(self, stream: Stream, caller_host: str, *, is_asked: bool = False) -> None:
         """Connect the stream to the gRPC port; ``is_asked``: first send the answer that the caller waits for."""
         reader, writer = await asyncio.open_connection(*self._target)
+        # Before the first byte: gRPC asks for the origin when a call begins.
         end = writer.get_extra_info("sockname")[:2]
         self._origins[end] = caller_host
         try:

@@ -19,7 +19,7 @@ from swarm_protocol.tunnel.accepting import HELLO_TIMEOUT_S
 
 DIAL_BACK = "/swarm/dial-back/1"
 _MAX_ADDRESSES = 4
-_places = Places("peers that are dialled back", 16, 1)
+_places = Places("peers that are dialled back", 16, 1)  # in total, and for each peer
 
 
 async def serve_dial_back(streams: Streams) -> None:

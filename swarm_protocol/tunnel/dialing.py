@@ -68,7 +68,7 @@ class Dialer:
             port.lead()
             return channel
         finally:
-            self._waiting -= Counter([address])
+            self._waiting -= Counter([address])  # which drops an address that nobody waits for
             self._close_unused(address)
 
     def relay_of(self, address: str) -> str:
@@ -117,7 +117,7 @@ class Dialer:
 
 
 class _TunnelPort:
-    """A loopback port. To the server, a client's identity is its TLS certificate, not the port.
+    """A loopback port whose connections lead to one server. Any process may use it: TLS proves who a caller is.
 
     Attributes:
         failure: why the last tunnel could not be opened; empty if it was opened.
@@ -264,7 +264,7 @@ async def first_reached(
 ) -> tuple[str, grpc.aio.Channel]:
     """Return the first address at which the server answers; attempts start one by one with a short head start each.
 
-    Direct addresses come first. Unneeded channels are closed, unless the caller ``keeps`` them.
+    Direct addresses come first. Other channels are closed, unless the caller ``keeps`` them for later.
 
     Raises:
         PeerUnavailable or BadReply: no address leads to the server; the type is that of the first failure.

@@ -8,7 +8,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_protocol.net.identity import Identity, verified_signer
 from swarm_protocol.pb import tunnel_pb2 as pb
 
-_SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"
+_SENTENCE = b"swarm tunnel: these two peers, from one to the other\0"  # no other signed message begins like this
 
 
 class RelayCredentials:

@@ -68,7 +68,7 @@ class Hole(Closing):
             connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
             if (str(parse_host(address[0])), address[1]) == (host, port):
                 return connection
-            connection.close()  # from another host
+            connection.close()  # of another peer, or of somebody who tries ports
 
     async def _made(self, host: str, port: int) -> socket.socket:
         while True:
@@ -76,13 +76,14 @@ class Hole(Closing):
             with suppress(OSError), undone_on_error(connection.close):
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
                 return connection
-            # It was refused: the remote router has not seen the peer's packet yet.
+            # The attempt was refused: the remote router has not seen the peer's packet yet.
             await asyncio.sleep(_AGAIN_S)
 
     def _bound(self, port: int) -> socket.socket:
         bound = socket.socket(self._family, socket.SOCK_STREAM)
         with undone_on_error(bound.close):  # the caller has no socket that it could close
             bound.setblocking(False)
+            # The listener and each attempt to connect share the port.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound.bind(("", port))

@@ -71,6 +71,7 @@ class Relay:
             if stream.peer_id in self._servers:  # the server lost that connection, and asks again on a new one
                 self._servers.pop(stream.peer_id).abort()
                 self._cut(stream.peer_id)
+                # libp2p could open tunnels on the dead connection. All are closed, and the server asks once more.
                 await self.streams.disconnect(stream.peer_id)
                 return
             with self._reservations.taken(stream.caller):

@@ -16,7 +16,7 @@ from swarm_protocol.dht.records import KV8
 MIN_POSITIONS = 4  # a router near a tie may send one position to another expert
 COARSE = frozenset({"int4", "nf4", "fp8"})
 FP8 = "fp8"  # rounds inputs of products to four bits, too: tiny differences of two servers grow to that size
-_TINY = 1e-20
+_TINY = 1e-20  # in place of a norm of 0
 _SE_OF_MEDIAN = 1.2533  # relative to that of the mean, for normal noise: sqrt(pi / 2)
 _SIGMAS = 5.0
 
@@ -107,8 +107,10 @@ class Comparison:
     def of(cls, inputs: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> Comparison:
         """Compare two outputs; inputs (what entered the blocks), ours, theirs: [positions, hidden_size]."""
         x, a, b = (tensor.detach().double() for tensor in (inputs, ours, theirs))
+        # Blocks add to their inputs. Relative to the change, inputs that are sent back are as wrong as zeros.
         scale = torch.maximum((a - x).norm(dim=-1), (b - x).norm(dim=-1)).clamp(min=_TINY)
         difference = a - b
+        # A liar may scale the outputs, or only what the blocks add: take the gain that noise explains least.
         gain, noise = max(
             (_gain(difference, b), _gain(difference, b - x)), key=lambda found: abs(found[0]) - _SIGMAS * found[1]
         )
@@ -124,13 +126,16 @@ class Comparison:
         most = 1 + int(bounds.outlier_share * len(self.errors)) if bounds.outlier_share else 0
         outliers = self.errors.sort(descending=True).values
         rare = float(outliers[most]) if most < len(outliers) else 0.0
-        # Noise in one of the outputs makes it larger by half the square of the noise.
+        # Noise in one of the outputs makes it larger by half the square of the noise; 0.6 leaves a margin.
         gain = (abs(self.gain) - _SIGMAS * self.noise) / (bounds.gain + 0.6 * self.error**2)
         return max(self.error / bounds.error, rare / bounds.outlier, gain)
 
 
 def _gain(difference: torch.Tensor, base: torch.Tensor) -> tuple[float, float]:
-    """Regress one on the other, position by position; return the coefficients' median and its standard error."""
+    """Regress ``difference`` on ``base``, both [positions, hidden_size], at each position.
+
+    Returns the median of the coefficients, and its standard error.
+    """
     num_positions, hidden_size = base.shape
     size = base.norm(dim=-1).clamp(min=_TINY)
     coefficients = (difference * base).sum(-1) / size.square()

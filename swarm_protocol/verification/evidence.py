@@ -41,6 +41,7 @@ def probe(seed: bytes, hidden_size: int) -> BlockInput:
     shape = (SKETCH_POSITIONS, hidden_size, 4)
     data = hashlib.shake_256(b"probe" + seed).digest(SKETCH_POSITIONS * hidden_size * 4)
     sums = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape).sum(-1, dtype=torch.int32)
+    # Four bytes have the sum 510 on average, with a standard deviation of 148. Integers are the same on all machines.
     return BlockInput(((sums - 510).float() / 128)[None])
 
 
