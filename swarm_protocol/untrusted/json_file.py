@@ -46,7 +46,7 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 
 def is_shallow(content: Any, max_depth: int = MAX_DEPTH) -> bool:
     """Return whether no value is nested deeper than ``max_depth`` lists and objects."""
-    level = [content]
+    level = [content]  # one level after the other, because a recursion could exceed Python's own limit
     for _ in range(max_depth + 1):
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [value for each in containers for value in (each.values() if isinstance(each, dict) else each)]

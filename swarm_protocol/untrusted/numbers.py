@@ -80,7 +80,7 @@ def require_model_numbers(config: Mapping[str, Any], path: Path, aliases: Mappin
     Raises:
         CheckpointError: a number is out of range; the message names file, key, value and the expected range.
     """
-    names = {own: common for common, own in aliases.items()}
+    names = {own: common for common, own in aliases.items()}  # transformers' names by the family's own
     for key, value in _leaves(config):
         expected = next((expected for name, expected in _MODEL if name.fullmatch(names.get(key, key))), None)
         if expected is None:
@@ -110,7 +110,7 @@ def _refuse(path: Path, key: str, value: object, expected: str) -> None:
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all values that are no containers, each with the name of the last key above it."""
+    """Yield all values that are no containers, each with the name of the nearest key above it."""
     rest: list[tuple[str, Any]] = list(config.items())
     while rest:
         key, value = rest.pop()

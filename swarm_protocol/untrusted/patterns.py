@@ -22,7 +22,7 @@ class Pattern:
         """Compile the pattern; raise ValueError if RE2 refuses it, or it is very large."""
         if len(text) > MAX_LENGTH:
             raise ValueError(f"it has {len(text)} characters: expected at most {MAX_LENGTH}")
-        options = re2.Options()
+        options = re2.Options()  # it has no arguments; errors go to the caller, and nobody asks for groups
         options.log_errors, options.never_capture, options.max_mem = False, True, _MAX_BYTES
         try:
             self._compiled = re2.compile(_encodable(text), options)

@@ -107,14 +107,14 @@ class Adapter:
             ],
             prompts=[pb.Prompt(block=each.block, values=encode_whole(each.values.float())) for each in self.prompts],
         )
-        data = message.SerializeToString(deterministic=True)
+        data = message.SerializeToString(deterministic=True)  # the same adapter has the same key
         return data, adapter_key(data)
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Adapter:
         """Parse an adapter; raise RequestRejected if shapes do not match, or numbers are out of range.
 
-        Parse part by part: parsed as a whole, a message of very many tiny parts would take a hundred times its size.
+        Parts are parsed one by one: as a whole, a message of many tiny parts would take a hundred times its size.
         """
         salt, low_rank, prompts = b"", [], []
         try:
@@ -144,7 +144,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     while position < len(data):
         tag, position = read_varint(data, position)
         size, position = read_varint(data, position)
-        if tag & 7 != 2 or size > len(data) - position:
+        if tag & 7 != 2 or size > len(data) - position:  # 2: length-delimited
             raise IndexError
         yield tag >> 3, data[position : position + size]
         position += size

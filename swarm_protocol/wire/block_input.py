@@ -93,7 +93,8 @@ class BlockInput:
         for row in range(len(self.hidden)):
             same = (n for n, other in enumerate(distinct) if all(torch.equal(t[other], t[row]) for t in tensors))
             repeats.append(next(same, len(distinct)))
-            distinct += [row] * (repeats[-1] == len(distinct))
+            if repeats[-1] == len(distinct):
+                distinct.append(row)
         return (self, []) if len(distinct) == len(self.hidden) else (self.rows(distinct), repeats)
 
     @classmethod
@@ -141,7 +142,7 @@ def joined_of(inputs: BlockInput) -> torch.Tensor:
 
 def run_numbers(joined: torch.Tensor) -> torch.Tensor:
     """Return a number for each position, [batch, tokens], which only positions of the same run share in a row."""
-    return pad((joined[:, :-1] == 0).cumsum(1), (1, 0))
+    return pad((joined[:, :-1] == 0).cumsum(1), (1, 0))  # a position that does not join the next one ends its run
 
 
 def ends_of_runs(joined: torch.Tensor) -> list[int]:

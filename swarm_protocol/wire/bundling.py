@@ -60,6 +60,7 @@ class Outbox(Generic[E]):
             bundle = _Bundle([])
             self._waiting.append(bundle)
             self._filled.set()
+        # In place: a method call for each entry is measurable where many sessions decode.
         bundle.pieces += _tag_and_length(self._field_number, size_bytes), entry
         bundle.num_entries += 1
         bundle.size_bytes += size_bytes

@@ -39,7 +39,7 @@ MAX_SUMMANDS = 4096  # passes in one sum of gradients
 MAX_ADAPTER_BYTES = 256 * MIB  # of one adapter over one span, serialised
 
 _KEEPALIVE = [
-    # Detects silence: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.
+    # These detect silence: without ping_timeout a stopped process is noticed after 65 s, with it after about 5 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -52,5 +52,5 @@ SERVER_OPTIONS = [
     *_KEEPALIVE,
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.server_handshake_timeout_ms", 10_000),  # 120 s by default: a connection costs an attacker nothing before TLS
-    ("grpc.so_reuseport", 0),
+    ("grpc.so_reuseport", 0),  # a second server on a port in use fails, and does not share its connections
 ]

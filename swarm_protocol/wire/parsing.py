@@ -19,7 +19,7 @@ _MAX_DEPTH = 16
 
 
 def parse(kind: type[T], data: bytes) -> T:
-    """Parse a message; raise RequestRejected if the bytes are no such message, or have very many fields.
+    """Parse a message; raise RequestRejected if the bytes are no such message, or have too many fields.
 
     An empty nested message takes two bytes on the wire, but a hundred once it is parsed.
     """
@@ -73,7 +73,7 @@ def _nested(kind: Any) -> dict[int, Any]:
 def read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
     """Return the number at this position, and the position after it; raise IndexError if there is none."""
     value = shift = 0
-    while (byte := data[position]) > 127 and shift < 63:
+    while (byte := data[position]) > 127 and shift < 63:  # the tenth byte is the last of a 64-bit number
         value |= (byte & 127) << shift
         position, shift = position + 1, shift + 7
     if byte > 127:

@@ -44,7 +44,7 @@ _ERROR_OF: dict[grpc.StatusCode, type[SwarmError]] = {
     grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
 }
 CUT_OFF = grpc.StatusCode.INTERNAL, "Internal error from Core"  # see ``FirstStatus``
-_KNOWS_BETTER_WITHIN_S = 0.5
+_KNOWS_BETTER_WITHIN_S = 0.5  # how long gRPC may take to learn the true status, see ``FirstStatus``
 _ASKED_EVERY_S = 0.005
 _BY_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -74,8 +74,8 @@ class FirstStatus:
 
     gRPC replaces the status by an internal error if the client writes to the call in the meantime:
     https://github.com/grpc/grpc/issues/36066. If the internal error comes first, gRPC learns the true status a moment
-    later, without an event; it never does before all replies are read. The call is in a reference cycle: whoever drops
-    it cancels it.
+    later, without an event, and never before all replies are read. The call is in a reference cycle: a caller that
+    drops it has to cancel it.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -103,7 +103,7 @@ class FirstStatus:
 def _of_one_that_ended(known: Coroutine[Any, Any, T]) -> T:
     """Return what a call knows without waiting, because gRPC may forget it later."""
     try:
-        known.send(None)
+        known.send(None)  # a coroutine that has nothing to wait for ends at its first step
     except StopIteration as result:
         found: T = result.value
         return found
