@@ -51,6 +51,7 @@ def first_hidden_states(checkpoint: ModelCheckpoint, ids: torch.Tensor) -> torch
             setattr(family.owner_of(self), family.blocks, torch.nn.ModuleList([_FirstBlock()]))
 
     front = named_like(family.base_class, Front)
+    # ``client_tensors`` are all tensors outside the blocks, so that a block without parameters leaves none over.
     model, info = load_tensors(front, checkpoint.config, checkpoint.client_tensors(), torch.float32)
     checkpoint.require_fit(info)
     try:
@@ -60,8 +61,8 @@ def first_hidden_states(checkpoint: ModelCheckpoint, ids: torch.Tensor) -> torch
     raise AssertionError("the model has computed without its blocks")
 
 
-class _Reached(Exception):  # it ends the computation, which is no error
-    """A signal that the first block was called."""
+class _Reached(Exception):
+    """A signal that the first block was called, which ends the computation: later blocks are not there."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()

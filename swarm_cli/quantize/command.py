@@ -11,7 +11,7 @@ from swarm_models.checkpoints.default_model import DEFAULT_MODEL, add_gguf_flag,
 from swarm_protocol.process import signals
 from swarm_protocol.process.invocation import add_command, add_common_flags
 
-_MIN_TOKENS = 256
+_MIN_TOKENS = 256  # ``WINDOW`` of calibration.py, whose import takes seconds
 
 
 def add_quantize(commands: Commands) -> None:

@@ -51,8 +51,9 @@ def round_blocks(
 ) -> None:
     """Write the checkpoint with its blocks rounded into a directory that exists.
 
-    Each block gets the hidden states that the rounded blocks before it compute. Memory holds these hidden states and
-    either the embeddings or one block, in float32. windows: [n, tokens], the token ids that calibrate it.
+    Each block gets the hidden states that the rounded blocks before it compute, so that it makes up for a part of their
+    error. Memory holds these hidden states and either the embeddings or one block, in float32. windows: [n, tokens],
+    the token ids that calibrate the rounding.
     """
     if checkpoint.config is not checkpoint.whole_config:
         raise UnsupportedModel(f"{checkpoint.location} takes pictures: expected a model of text alone")

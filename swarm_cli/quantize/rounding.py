@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ from swarm_server.blocks.blocks import BlockStack
 
 
 class _AllRecorded(Exception):
-    """A signal that a layer with another input than the recorded ones begins."""
+    """A signal that a layer begins whose input is not the recorded one, so that the rest need not be computed."""
 
 
 class RoundedBlock:
@@ -58,6 +58,7 @@ class RoundedBlock:
         """Round the layers, and return what the rounded block computes. hidden: [n, tokens, hidden_size]."""
         left = dict(self._weights)
         while left:
+            # Once more for each input, because the layers that are rounded already change it.
             moments = self._moments(left, hidden)
             if not moments:  # no token has reached the remaining layers
                 break
@@ -75,7 +76,7 @@ class RoundedBlock:
         if layer in self._eight_bits:
             q, scale = quantize_rows(linear.weight)
             self.rounded[name] = int8_parts(q, scale)
-            linear.weight.copy_(q * scale[:, None])
+            linear.weight.copy_(q * scale[:, None])  # later layers and blocks get what the rounded weights compute
             return
         try:
             q, groups = quantize_compensated(linear.weight, moments)
@@ -88,7 +89,7 @@ class RoundedBlock:
         levels = q.unflatten(1, (-1, GROUP)) - zero[..., None]
         linear.weight.copy_((levels * scale[..., None]).flatten(1))
 
-    def _moments(self, layers: Container[str], hidden: torch.Tensor) -> dict[str, InputMoments]:
+    def _moments(self, layers: Collection[str], hidden: torch.Tensor) -> dict[str, InputMoments]:
         """Return the moments of the first of these layers that computes, and of the next ones with the same input."""
         first: list[torch.Tensor] = []
         found: dict[str, InputMoments] = {}
@@ -96,7 +97,7 @@ class RoundedBlock:
         def record(layer: str, x: torch.Tensor) -> None:
             if not first:
                 first.append(x)
-            if first[0] is not x:
+            if first[0] is not x:  # layers such as q, k and v get the same tensor
                 raise _AllRecorded
             found[layer] = next(iter(found.values()), None) or InputMoments.of(x)
 
@@ -105,14 +106,13 @@ class RoundedBlock:
         return found
 
     @contextmanager
-    def _recorded(self, layers: Container[str], record: Any) -> Iterator[None]:
+    def _recorded(self, layers: Collection[str], record: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
         """Call ``record(layer, input)`` with the input of each of these layers while the block computes."""
         hooks = [
             self._block.get_submodule(layer).register_forward_pre_hook(
                 lambda _module, args, layer=layer: record(layer, args[0])
             )
-            for layer in self._weights
-            if layer in layers
+            for layer in layers
         ]
         try:
             yield

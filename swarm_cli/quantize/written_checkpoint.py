@@ -51,7 +51,8 @@ class WrittenCheckpoint:
         total = sum(sum(sizes.values()) for sizes in self._files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         self._write_json("model.safetensors.index.json", index)
-        if (generation := self._source.generation_config) is not None:  # published ones may be inconsistent
+        if (generation := self._source.generation_config) is not None:
+            # Not by ``save_pretrained``, which refuses the inconsistent ones that are published.
             self._write_json(GENERATION_CONFIG, json.loads(generation.to_json_string()))
         config: dict[str, Any] = json.loads(self._source.whole_config.to_json_string(use_diff=False))
         config.pop("quantization_config", None)  # that of the source
