@@ -83,7 +83,7 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
 
             def kill_one(num_tokens: int) -> None:
                 if num_tokens == min(KILL_AFTER, options.max_new_tokens // 2):
-                    victim = cache.session.hops[1].server
+                    victim = cache.session.hops[1].server  # of the second half of the blocks, which another one holds
                     next(server for server in servers if server.peer_id == victim.peer_id).kill()
                     console.print(Text(f"[server {victim.short_id} was killed here] ", "bold red"), end="")
 

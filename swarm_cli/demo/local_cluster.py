@@ -20,6 +20,7 @@ from swarm_protocol.process import config_file
 from swarm_protocol.process.handle import ProcessHandle
 from swarm_protocol.process.scratch import scratch_directory
 
+# One thread each, which sleeps soon after a product: the servers share the cores of one machine.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000", config_file.ENVIRONMENT: config_file.NONE}
 LAUNCHER = "swarm_server.node.local_cluster"
 _START_TIMEOUT_S = 120.0
@@ -130,14 +131,14 @@ class LocalCluster(Closing):
         """End all servers. Kill those that do not end after a signal."""
         alive = [server for server in self._servers if server.alive]
         for server in alive:
-            server.signal(signal.SIGCONT)
+            server.signal(signal.SIGCONT)  # a server that a test has stopped gets SIGTERM only once it goes on
             server.signal(signal.SIGTERM)
         for server in alive:
             if not server.wait_gone(_STOP_TIMEOUT_S):
                 server.kill()
                 server.wait_gone()
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._process.stdin.close()  # at the end of its input, the process ends
         self._process.wait()
         self._process.stdout.close()
         self._directory.cleanup()

@@ -1,4 +1,4 @@
-"""The list of an organiser's grants and revocations, in a file beside the key, as nobody else knows all members."""
+"""The list of an organiser's grants and revocations, in a file beside the key: no server has a list of members."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class GrantsFile:
             entries = self.read()
             chosen: set[str] = set()
             for name in names:
+                # A name may have several grants: all of them end.
                 found = {entry.id for entry in entries if name in (entry.id, entry.name) and entry.matters}
                 if not found:
                     raise ValueError(f"there is no grant of {name!r} that has not expired: see `swarm keys list`")
@@ -114,6 +115,7 @@ class GrantsFile:
     def _locked(self) -> Iterator[None]:
         """Lock the file inside the context, so that two commands at once do not lose each other's entries."""
         try:
+            # A file of its own, because ``_write`` replaces the list, and a lock stays with the old file.
             with open(self.path.with_suffix(".grants.lock"), "w") as opened:
                 lock(opened)
                 yield

@@ -18,13 +18,13 @@ def publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntr
     """Publish revocations, which servers then keep until the grants would expire.
 
     Raises:
-        NoSwarm: no server has taken one of the revocations; the file of grants keeps them anyway.
+        NoSwarm: no server took one of the revocations. The file of grants has them, to be published later.
     """
     try:
         background.run(_publish(config, key, revoked))
     except NoSwarm as error:
         raise NoSwarm(
-            f"the swarm has not received the revocation, so it still lets them in: {error}. Once it runs: "
+            f"the swarm has not received the revocation, so it still lets the member in: {error}. Once it runs: "
             "`swarm keys publish`"
         ) from None
 
