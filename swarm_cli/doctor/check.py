@@ -58,6 +58,7 @@ def findings_of(checks: Iterable[DoctorCheck]) -> Iterator[Finding]:
 
 
 def _findings(check: DoctorCheck) -> list[Finding]:
+    """Run the check in a thread of its own, because nothing ends a call that hangs, and return its findings."""
     results: queue.Queue[list[Finding]] = queue.Queue()
 
     def run() -> None:

@@ -71,7 +71,7 @@ def hub_cache() -> Path:
 
 
 def _disk() -> Iterator[Finding]:
-    path = hub_cache()
+    path = hub_cache()  # it is made at the first download
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     found = f"{free / _GIB:.1f} GiB free for models in {path}"

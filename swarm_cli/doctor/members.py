@@ -25,7 +25,7 @@ from swarm_protocol.wire.printable import printable
 
 _LOOK_S = 45.0  # joining, reading and asking have their own limits
 _LOOK_AGAIN_S = 15.0
-_SPARE_S = 5.0  # of ``_LOOK_S``, so that what was read first is not lost
+_SPARE_S = 5.0  # the part of ``_LOOK_S`` that the second read leaves, so that the first is not lost
 _AGE_S = REFRESH_S / 2  # of a record, on average
 _CLOCK_S = 15.0  # a smaller difference may come from the age of records
 
@@ -41,8 +41,8 @@ def registered(swarm: str, entries: Sequence[RegistryEntry]) -> Finding:
     alive = [entry for entry in entries if entry.is_alive]
     if len(alive) < len(entries):
         dead = ", ".join(short_id(entry.peer_id) for entry in entries if not entry.is_alive)
-        found = f"{len(alive)} of swarm {swarm}; {dead} of another host or container cannot be told from dead ones"
-        return warning("servers here", found, "if they have ended: nothing, they are forgotten in ten minutes")
+        found = f"{len(alive)} of swarm {swarm}; {dead} of another host or container may have ended"
+        return warning("servers here", found, "nothing: if they have ended, they are forgotten in ten minutes")
     return ok("servers here", f"{len(alive) or 'none'} of swarm {swarm} on this machine")
 
 
@@ -83,7 +83,7 @@ async def look(
         with suppress(TimeoutError, SwarmError):
             async with asyncio.timeout_at(min(end_s, clock() + _LOOK_AGAIN_S)):
                 again = await read(config)
-            if again.models:
+            if again.models:  # else the second read was worse than the first
                 snapshot = again
     return snapshot
 
@@ -134,6 +134,7 @@ def _model(status: ModelStatus) -> Finding:
 
 def clock(remaining_s: Sequence[float]) -> Finding:
     """Compare clocks; ``remaining_s`` are the times until other servers' records expire, by this machine's clock."""
+    # A record that is ``_AGE_S`` old has this much less than ``LIFETIME_S`` left, if the clocks agree.
     ahead_s = LIFETIME_S - _AGE_S - median(remaining_s)
     if abs(ahead_s) <= _CLOCK_S:
         return ok("clock", f"is that of {len(remaining_s)} other servers, within {_CLOCK_S:g} s")

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from swarm_cli.doctor.check import DoctorCheck, Finding, ok, warning
-from swarm_cli.doctor.check import failed as is_failed
+from swarm_cli.doctor.check import DoctorCheck, Finding, failed, ok, warning
 from swarm_models.quants import METHODS
 from swarm_protocol.imports.versions import DISTRIBUTION, installed_versions, required_packages
 from swarm_protocol.system import usable_cpus
@@ -46,7 +45,7 @@ def packages(required: Iterable[str]) -> Finding:
     """Return a finding on the ``required`` packages, which are lines of a distribution's metadata."""
     versions, wrong = installed_versions(required)
     if wrong:
-        return is_failed("packages", "; ".join(wrong), _UPDATE)
+        return failed("packages", "; ".join(wrong), _UPDATE)
     return ok("packages", ", ".join(f"{name} {versions[name]}" for name in _SHOWN if name in versions))
 
 
