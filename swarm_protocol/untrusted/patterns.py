@@ -22,10 +22,8 @@ class Pattern:
         """Compile the pattern; raise ValueError if RE2 refuses it, or it is very large."""
         if len(text) > MAX_LENGTH:
             raise ValueError(f"it has {len(text)} characters: expected at most {MAX_LENGTH}")
-        options = re2.Options()  # it has no arguments; errors go to the caller, and nobody asks for groups
-        options.log_errors, options.never_capture, options.max_mem = False, True, _MAX_BYTES
         try:
-            self._compiled = re2.compile(_encodable(text), options)
+            self._compiled = re2.compile(_encodable(text), _StrangersOptions())
         except re2.error as error:
             reason = error.args[0].decode(errors="replace")
             raise ValueError(f"{reason[:_MAX_SHOWN]!r} (expected RE2's syntax)") from None
@@ -33,6 +31,14 @@ class Pattern:
     def match(self, text: str) -> bool:
         """Return whether the pattern matches at the beginning of the text."""
         return self._compiled.match(_encodable(text)) is not None
+
+
+class _StrangersOptions(re2.Options):  # type: ignore[misc]
+    """RE2's options for a pattern of a stranger: errors go only to the caller, and nobody asks for groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_errors, self.never_capture, self.max_mem = False, True, _MAX_BYTES
 
 
 def _encodable(text: str) -> str:
