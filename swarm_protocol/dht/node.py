@@ -14,7 +14,7 @@ from swarm_protocol.dht.addresses import multiaddr, tcp_target
 from swarm_protocol.dht.stored_records import Validator
 from swarm_protocol.errors import NoSwarm
 from swarm_protocol.failures import awaited_on_error
-from swarm_protocol.net.hivemind_parts import DHTID, P2P, DHTNode, P2PDaemonError, PeerID
+from swarm_protocol.net.hivemind_parts import DAEMON_ERRORS, DHTID, P2P, DHTNode, PeerID
 from swarm_protocol.net.identity import Identity
 
 _DAEMON_TIMEOUT_S = 60.0  # enough on a busy machine
@@ -52,7 +52,7 @@ async def start(
     """Start a node that knows no peers yet; raise NoSwarm if the daemon does not start."""
     try:
         p2p = await _start_daemon(identity, listening)
-    except (P2PDaemonError, OSError) as error:
+    except DAEMON_ERRORS as error:
         raise NoSwarm(f"the libp2p daemon did not start: {error}") from None
     async with awaited_on_error(lambda: _stop_daemon(p2p)):  # nobody else knows the daemon
         try:
@@ -68,7 +68,7 @@ async def start(
                     cache_nearest=0,
                     cache_on_store=False,
                 )
-        except TimeoutError:
+        except DAEMON_ERRORS:
             raise NoSwarm("the libp2p daemon ended as soon as it had started") from None
 
 
@@ -96,7 +96,7 @@ def set_serving(node: DHTNode, serves: bool) -> None:
 
 
 async def stop(node: DHTNode) -> None:
-    with suppress(asyncio.TimeoutError):  # hivemind waits for ever for a daemon that is gone
+    with suppress(*DAEMON_ERRORS):  # the daemon may end meanwhile, and hivemind waits for ever for one that is gone
         if is_alive(node):
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
                 await node.shutdown()
@@ -118,7 +118,7 @@ async def addresses(node: DHTNode) -> list[str]:
     """Return the multiaddrs under which peers can join through a node: the last known ones if its daemon is gone."""
     try:
         return [str(address) for address in await node.p2p.get_visible_maddrs(latest=True)]
-    except (OSError, asyncio.IncompleteReadError):
+    except DAEMON_ERRORS:
         return [str(address) for address in await node.p2p.get_visible_maddrs()]
 
 
