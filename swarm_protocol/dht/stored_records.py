@@ -115,6 +115,7 @@ def is_admitted(access: AccessControl, subkey: object, value: bytes) -> bool:
         if _REVOKED.fullmatch(subkey):
             access.revoke(data)
             return access.is_revocation(bytes.fromhex(subkey), data)
+        # All messages under the keys of a swarm have their token in the same field, and no other field resembles it.
         return access.is_server(owner_of(subkey), pb.ServerRecord.FromString(data).token)
     except (ValueError, TypeError, DecodeError):
         return False
