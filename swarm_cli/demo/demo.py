@@ -63,8 +63,9 @@ def run_demo(model_name: str | None, prompt: str | None, options: TextOptions) -
             console.print(f"{hub_name}, which answers questions, is not used: {reason}.")
     start = time.perf_counter()
     with ExitStack() as cleanup:
-        cleanup.callback(LocalRegistry(swarm).remove_if_ended)  # a killed server cannot clean up itself
-        cleanup.callback(remove_dead)  # the same
+        # A killed server leaves its entry in the registry, and its temporary directory.
+        cleanup.callback(LocalRegistry(swarm).remove_if_ended)
+        cleanup.callback(remove_dead)
         cluster = cleanup.enter_context(LocalCluster())
         checkpoint = ModelCheckpoint.open(locate(model_name))
         spans = spans_of(checkpoint.family.num_blocks)

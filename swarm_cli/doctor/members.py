@@ -71,7 +71,7 @@ async def look(
     own: Set[str],
     read: Callable[[ClientConfig], Awaitable[SwarmSnapshot]] = read_status,
 ) -> SwarmSnapshot:
-    """Read the swarm, and read it once more if a server of this machine is missing; ``own`` are their ids.
+    """Read the swarm, and read it once more if a server of this machine is missing, of which ``own`` are the ids.
 
     A server that is busy answers the DHT too late, and one that has just started may be about to publish its record.
     """

@@ -66,8 +66,11 @@ def hosts_of(server: ServerRecord) -> frozenset[str]:
 
 @lru_cache(maxsize=1 << 15)  # each selection of a chain looks at all servers
 def _public_host(address: str) -> str:
-    """Return the public host, or empty. Servers behind one relay count together, but apart from the relay's address."""
-    if address.startswith("/"):
+    """Return the public host of an address; empty if it has none.
+
+    Servers behind one relay count together, but apart from servers at the relay's own address.
+    """
+    if address.startswith("/"):  # a circuit, which begins with the relay's multiaddr
         relay = address.split("/")[2:3]
         host = _public_host(f"{relay[0]}:1") if relay else ""
         return f"relay {host}" if host else ""

@@ -391,7 +391,7 @@ def _valid(items: Mapping[Any, Any]) -> list[ServerRecord]:
         try:
             record = ServerRecord.parse(item.value)
             if owner_of(subkey) != record.peer_id:
-                raise ValueError("its owner is somebody else")
+                raise ValueError("the record describes another peer than its owner")
             records.append(dataclasses.replace(record, expires_at=item.expiration_time))
         except (ValueError, TypeError) as error:
             _logger.debug("ignored a record under %s: %s", printable(str(subkey)), printable(str(error)))

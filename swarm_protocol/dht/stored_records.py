@@ -38,7 +38,7 @@ _REVOKED = re.compile(r"(?:[0-9a-f]{2})+")  # the id of a grant, in hexadecimal
 
 
 def subkey_of(identity: Identity) -> str:
-    """Return the subkey of a peer's records: one for each key of the DHT."""
+    """Return the subkey under which a peer stores its records, one under each key of the DHT."""
     return f"{identity.peer_id}[owner:{identity.public_key.decode()}]"
 
 
@@ -51,7 +51,7 @@ def owner_of(subkey: object) -> str:
     """
     owner = _SUBKEY.fullmatch(subkey) if isinstance(subkey, str) else None
     if owner is None or owner[1] != peer_id_of(owner[2].encode()):
-        raise ValueError("its owner is nobody, or somebody else")
+        raise ValueError("the record has no owner, or another one than it names")
     return owner[1]
 
 

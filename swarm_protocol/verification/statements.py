@@ -77,12 +77,12 @@ class OutputStatement:
         )
 
     def is_by(self, server: ServerRecord, span: Span) -> bool:
-        """Return whether it is this server's, about its model and these blocks, with the kind in its record."""
+        """Return whether this server made this statement about its model and these blocks, with its present kind."""
         of_record = server.peer_id, server.model, server.revision, server.kind
         return (self.peer_id, self.model, self.revision, self.kind, self.span) == (*of_record, span)
 
     def is_about(self, inputs: BlockInput, output: torch.Tensor) -> bool:
-        """Return whether it is about these inputs and exactly this output, [positions, hidden_size]."""
+        """Return whether the statement is about these inputs and exactly this output, [positions, hidden_size]."""
         found = sketch_of(output, self.input_digest).float().double()  # rounded as the message rounds it
         return self.input_digest == digest_of(inputs) and torch.equal(found, self.sketch)
 

@@ -24,9 +24,9 @@ class BlockInput:
     itself. additions: [batch, tokens, blocks, hidden_size] or None: ``additions[:, :, i]`` is added to the output of
     block i of the model (DeepStack).
 
-    joined: uint8 [batch, tokens], or None if every position sees the earlier ones only, as in text. It is not 0 where a
-    position and the next one attend to each other. All positions of such a *run*, which no end of a step cuts, do so:
-    ``IN_WINDOWS`` within sliding windows, ``ACROSS_WINDOWS`` also where a window hides them.
+    joined: uint8 [batch, tokens], or None if every position sees the earlier ones only, as in text. An entry that is
+    not 0 joins its position to the next one. Joined positions are a *run*: all of them attend to each other, and no
+    step ends within it. ``IN_WINDOWS``: within sliding windows; ``ACROSS_WINDOWS``: also where a window hides them.
     """
 
     hidden: torch.Tensor
