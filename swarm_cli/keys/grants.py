@@ -60,7 +60,7 @@ class GrantsFile:
         try:
             if self._old_path.exists() and not self.path.exists():
                 path = self._old_path
-            lines = path.read_text().splitlines()
+            lines = path.read_bytes().splitlines()
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -60,6 +60,14 @@ def test_a_list_of_grants_at_its_old_place_is_taken_over(keys: Keys) -> None:
     assert [entry["name"] for entry in json.loads(keys("list", "--json", "--key", "a.key"))] == ["old", "new"]
 
 
+@pytest.mark.parametrize("line", [b"{", b"[1]", b'{"id": 1}', b"\xff\xfe"])
+def test_a_damaged_list_of_grants_is_named(keys: Keys, capsys, line: bytes) -> None:
+    keys("create", "--out", "a.key")
+    Path("a.key.grants").write_bytes(line)
+    said = refusal(capsys, lambda: keys("list", "--key", "a.key"))
+    assert "a.key.grants is damaged: expected a line of JSON for each grant" in said
+
+
 def test_a_key_is_made_once_and_its_public_half_printed(keys: Keys, tmp_path: Path, capsys) -> None:
     assert re.fullmatch("[a-z2-7]{52}\n", keys("create"))
     path = tmp_path / "config" / "swarm" / "organiser.key"
