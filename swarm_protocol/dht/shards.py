@@ -72,6 +72,7 @@ def is_split(num_records: int, capacity: int = CAPACITY) -> bool:
 
 def has_room(lifetimes_left_s: Sequence[float], capacity: int = CAPACITY) -> bool:
     """Return whether a shard accepts one more server, given the remaining lifetimes of its records in seconds."""
+    # Records that were not renewed lately, as those of servers that have left, stay until they expire but do not count.
     lasting = sum(left_s > _LASTING_S for left_s in lifetimes_left_s)
     return lasting < capacity and len(lifetimes_left_s) < 3 * capacity
 

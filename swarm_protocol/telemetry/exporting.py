@@ -56,6 +56,7 @@ class Telemetry:
     def export(self, registry: CollectorRegistry) -> None:
         """Export what this registry collects, from now on and a last time at ``close``, from threads of their own."""
         for exporter in self._metric_exporters:
+            # Here, because it needs OpenTelemetry, which is there if there are exporters.
             from swarm_protocol.telemetry.prometheus_bridge import MetricExport
 
             assert self._resource is not None, "exporters come with the resource that they describe"
