@@ -352,7 +352,7 @@ class TestJoining:
         self, run: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(bootstrap, "_BACKOFF_S", 0.0)
-        monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(bootstrap, "CONNECT_TIMEOUT_S", 0.3)
 
         async def join() -> None:
             async with await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0) as silent:
