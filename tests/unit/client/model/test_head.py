@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from swarm_client import DistributedModel
-from swarm_client.model.head import Int8Head, check_head_quant, float_head, quantize_head_
+from swarm_client.model.head import Int8Head, check_head_quant, final_norm, float_head, quantize_head_
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL, locate
@@ -191,3 +191,11 @@ def test_head_that_is_not_linear_is_refused(tmp_path):
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match="is a Sequential, expected a Linear"):
         quantize_head_(model)
+
+
+@pytest.mark.parametrize("tied", [True])
+def test_the_norm_behind_the_blocks(client, tied):
+    hidden = torch.randn(3, HIDDEN)
+    assert torch.equal(final_norm(client.model)(hidden), client.model.norm(hidden))
+    client.model.norm = None  # some models end with their last block
+    assert torch.equal(final_norm(client.model)(hidden), hidden)

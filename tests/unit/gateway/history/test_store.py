@@ -75,6 +75,11 @@ def test_all_is_there_after_a_restart(path):
     assert second.last_event_id() == 3
 
 
+def test_readers_and_the_writer_do_not_wait_for_one_another(path):
+    HistoryStore(path)
+    assert sqlite3.connect(path).execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 def test_a_half_minute_goes_on_after_a_restart(path):
     for number in range(6):
         history = HistoryStore(path)

@@ -185,6 +185,12 @@ def test_packing_in_memory_and_on_disk_agree(tmp_path: Path) -> None:
         assert torch.equal(blocks.rows(torch.arange(len(blocks)).numpy()), expected)
 
 
+def test_no_more_texts_are_read_than_the_blocks_need() -> None:
+    texts = iter(texts_of([3] * 10))
+    blocks = TokenBlocks.pack(texts, tokenize, END, 8, most_blocks=2)
+    assert len(blocks) == 2 and len(list(texts)) == 6  # a text has four tokens with its end
+
+
 def test_data_sets_on_disk_are_read(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"content": texts_of(LENGTHS)})
     rows.save_to_disk(str(tmp_path / "one"))

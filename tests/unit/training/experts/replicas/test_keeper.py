@@ -11,6 +11,7 @@ import pytest
 
 from swarm_protocol.errors import BadReply, PeerBusy, PeerMoved, RequestRejected, SwarmError
 from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.process.routine import end_tasks
 from swarm_training.experts.core.config import ExpertServerConfig
 from swarm_training.experts.core.replica import Replica
 from swarm_training.experts.directory.records import ExpertHolder
@@ -138,6 +139,26 @@ async def test_the_number_of_replicas_is_limited(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(PeerBusy, match="no room"):
             await scene.send(1, *some(1, cell=OTHER))
         await scene.send(1, *some(2))
+
+
+async def test_a_replica_that_is_arriving_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "MAX_REPLICAS", 1)
+    replica, _data = some(1)
+    begun = asyncio.Event()
+
+    async def unfinished() -> AsyncIterator[pb.KeepReplicaRequest]:
+        yield pb.KeepReplicaRequest(name="demo", replica=replica.to_proto())
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with played() as scene:
+        arriving = asyncio.create_task(scene.keeper.keep(identity(1).peer_id, unfinished()))
+        await begun.wait()
+        scene.announce(2, (2, 0))
+        with pytest.raises(PeerBusy, match="no room"):
+            await scene.send(2, *some(1, cell=(2, 0)))
+        await end_tasks([arriving])
+        await scene.send(2, *some(1, cell=(2, 0)))
 
 
 @pytest.mark.parametrize(
