@@ -120,6 +120,7 @@ def test_what_cannot_be_read_or_written_is_named_and_leaves_nothing(tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ([], "the following arguments are required: --output"),
         (["--output", "."], "exists already: expected a new directory"),
         (["--output", "new", "--text", "missing"], "is not there: expected a file of text"),
         (["--output", "new", "--tokens", "5"], "expected at least 256"),
