@@ -10,7 +10,7 @@ from math import nan
 import pytest
 import torch
 
-from swarm_protocol.errors import PeerBusy, RequestRejected
+from swarm_protocol.errors import PeerBusy, RequestRejected, SessionLost
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
@@ -126,6 +126,15 @@ async def test_a_step_that_comes_while_the_session_is_being_parked_stops_that(mo
     assert await hosted.step(request, decode(request.hidden), lambda: None)
     assert not await parking
     assert asyncio.get_running_loop().time() - start_s < PARK_S / 2
+
+
+async def test_a_session_is_found_by_the_client_that_opened_it_alone() -> None:
+    story = Story()
+    hosted = await story.open(4)
+    key = (1).to_bytes(16, "big")
+    assert story.host.find(key, CLIENT) is hosted
+    with pytest.raises(SessionLost, match="does not know the session"):
+        story.host.find(key, Caller("boris"))
 
 
 async def test_the_name_of_a_user_is_short() -> None:
