@@ -93,6 +93,13 @@ def by_ollama(gateway: Any, pictures: list[str]) -> str:
     return ollama.Client(gateway.url).chat(model=DEFAULT_MODEL, messages=[message]).message.content
 
 
+def test_the_chat_template_may_be_the_processor_s(processor: LlavaProcessor) -> None:
+    assert PictureReader(processor).chat_template == TEMPLATE
+    without = copy.copy(processor)
+    without.chat_template = None
+    assert PictureReader(without).chat_template is None
+
+
 @pytest.mark.parametrize("ask", [by_openai, by_responses, by_anthropic, by_ollama])
 def test_a_picture_is_what_the_processor_makes_of_it(seeing: Any, processor: Any, ask: Callable[..., str]) -> None:
     assert ask(seeing, [RED, BLUE]) == "a red square"
