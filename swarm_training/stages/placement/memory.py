@@ -9,8 +9,9 @@ from swarm_training.core.config import NUM_REPLICAS
 from swarm_training.runfile.memory import PROCESS_BYTES, STATE_BYTES, WEIGHT_BYTES, listed, mib, total
 from swarm_training.runfile.settings import LocalSettings
 
-_MOST_PENDING, _FEWEST_PENDING = 16, 2  # micro-batches, if no memory limit is given
-_MUCH_BYTES, _KEPT_BYTES, _REQUEST_BYTES = 384 * MIB, 512 * MIB, 1024 * MIB
+_MOST_PENDING, _FEWEST_PENDING = 16, 2  # pending micro-batches; the fewest if no memory limit is given
+_MUCH_BYTES = 384 * MIB  # of pending gradients without a memory limit, unless these are too few or too many
+_KEPT_BYTES, _REQUEST_BYTES = 512 * MIB, 1024 * MIB  # the largest rooms for activations, and for requests
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class StageRoom:
 
 
 def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
-    """Share out what is left of the memory of a process. None means as much as is of use.
+    """Divide the memory that the stage's needs leave into rooms. ``memory_bytes``: that of the process; None: each
+    room is as large as is useful.
 
     Raises ValueError if the stage does not fit.
     """
@@ -120,9 +122,10 @@ def room_of(needs: StageNeeds, memory_bytes: int | None) -> StageRoom:
     if left < gradient:
         raise ValueError(
             f"--memory is {mib(memory_bytes)}: expected at least {mib(least)} for a stage with "
-            f"{needs.num_trained} parameters, which takes {needs.stepping_bytes + WEIGHT_BYTES:g} bytes of each with "
-            f"{needs.optimizer} and sums in {needs.sums}, and activations beside that; with more stages each has fewer"
+            f"{needs.num_trained} parameters, each of which takes {needs.stepping_bytes + WEIGHT_BYTES:g} bytes with "
+            f"{needs.optimizer} and sums in {needs.sums}, and room for activations; with more stages, each has fewer"
         )
+    # One gradient always fits, as checked: without it, the peer could take no micro-batch.
     pending = gradient * max(1, min(_MOST_PENDING, left // 2 // gradient))
     kept = min(_KEPT_BYTES, (left - pending) // 2)
     requests = min(_REQUEST_BYTES, (left - pending - kept) // needs.num_rooms) + needs.request_bytes

@@ -21,7 +21,7 @@ class StartingPoint:
     born: int  # see ``Lineage``
     rollbacks: int  # how often the run is known to have gone back
     skipped_batches: int  # the batches that the run had skipped when it was there last
-    newest_step: int  # the step of the newest checkpoint of any stage; ``step``, if all stages have the newest one
+    newest_step: int  # the step of the newest checkpoint of any stage; equal to ``step`` if every stage has that one
 
     def has(self, kept: Kept) -> bool:
         return (kept.step, kept.lineage.born) == (self.step, self.born)
@@ -31,8 +31,8 @@ def agreed(offers: Sequence[Sequence[Kept]]) -> StartingPoint | None:
     """Return the newest checkpoint that every stage has; None if there is none. ``offers``: the checkpoints of each
     stage.
 
-    A run that has diverged goes back and skips batches. So the checkpoint with more skipped batches is the newer one,
-    whatever its step; later steps with fewer were undone.
+    A run that has diverged goes back and skips batches. Hence the checkpoint with more skipped batches is the newer
+    one, whatever its step: the run has undone later steps with fewer skipped batches.
     """
     common = set.intersection(*({(kept.step, kept.lineage.born) for kept in stage} for stage in offers))
     everything = [kept for stage in offers for kept in stage]
@@ -55,6 +55,9 @@ def lacking(offers: Sequence[Sequence[Kept]]) -> str:
     """Return a sentence part that says what is missing for an agreement."""
     if empty := [str(stage) for stage, kept in enumerate(offers) if not kept]:
         return f"nobody has a checkpoint of stage {', '.join(empty)} so far"
-    steps = [", ".join(map(str, sorted({each.step for each in kept}, reverse=True))) for kept in offers]
-    shown = "; ".join(f"stage {stage} has those of {each}" for stage, each in enumerate(steps))
-    return f"there is no step of which every stage has a checkpoint ({shown})"
+    states = [sorted({(each.step, each.lineage.born) for each in kept}, reverse=True) for kept in offers]
+    listed = [
+        ", ".join(f"{step} after {born} rollbacks" if born else str(step) for step, born in own) for own in states
+    ]
+    shown = "; ".join(f"stage {stage} has those of {each}" for stage, each in enumerate(listed))
+    return f"there is no step of which every stage has a checkpoint after equally many rollbacks ({shown})"

@@ -1,8 +1,8 @@
 """A trainer's guess of the work that waits at each peer, if all trainers do the same. Pure.
 
-A single trainer knows its own queue, and the guess is what that takes. One of many trainers has few requests at a peer
-or none, and does not know of the others. It counts each of its requests once for every trainer, which keeps all from
-asking the same fast peers. Requests of several trainers that come at once have random places in a queue.
+The guess of a single trainer is exact, since all requests are its own. One of many trainers has few requests at a peer
+or none, and does not know the requests of the others. It counts each of its own once for every trainer, so that not all
+trainers ask the same fast peers. Requests of several trainers that come at once have random places in a queue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Backlogs:
     def delay_s(self, peer: str, speed: float, work: float, unanswered: float, num_trainers: int, now: float) -> float:
         """Return the seconds until a request of this work would be answered. ``unanswered``: the work of this trainer's
         open requests, which wait even if they should have been computed by now."""
-        before = (num_trainers - 1) * self._draw()  # similar requests of other trainers
+        before = (num_trainers - 1) * self._draw()  # the other trainers' requests that are ahead in the queue
         return (max(self._left(peer, speed, now), unanswered) + (1 + before) * work) / speed
 
     def asked(self, peer: str, speed: float, work: float, num_trainers: int, now: float) -> None:

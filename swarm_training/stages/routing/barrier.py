@@ -34,12 +34,12 @@ def global_squared_norm(stages: RunStages, moment: Moment) -> float | None:
     publish different norms, some of them lie: the most frequent one counts, and of equally frequent ones the largest,
     with which the step is smallest.
     """
-    told = [
+    published = [
         Counter(peer.squared_norm for peer in stage if peer.moment == moment and peer.squared_norm)
         for stage in stages.stages
     ]
-    if told and all(told):
-        return fsum(part for norms in told for part in _most_frequent(norms))
+    if published and all(published):
+        return fsum(part for norms in published for part in _most_frequent(norms))
     after = replace(moment, step=moment.step + 1)
     past = (peer for stage in stages.stages for peer in stage if peer.moment == after)
     sums = Counter(peer.global_squared_norm for peer in past if peer.global_squared_norm is not None)
@@ -55,6 +55,7 @@ def went_back_to(stages: RunStages, moment: Moment) -> Moment | None:
     for stage in stages.stages:
         later = [peer.moment for peer in stage if peer.moment.rollbacks > moment.rollbacks]
         if 2 * len(later) > len(stage):
+            # The earliest moment is the nearest to the rollback's checkpoint: other peers may have stepped since.
             found.append(min(each for each in later if each.rollbacks == max(later).rollbacks))
     if not found:
         return None
@@ -80,8 +81,8 @@ def _is_past(peer: Progress, moment: Moment) -> bool:
 
 
 def _holds(stage: Sequence[Progress], moment: Moment) -> bool:
-    """Return whether a peer holds the average, and no peer still has to get it. If the holders died, the rest would be
-    stranded."""
+    """Return whether some peer holds the average, and each peer with micro-batches in it holds it too. If others lacked
+    it and its holders died, the stage would be stranded."""
     here = [peer for peer in stage if peer.moment == moment]
     return any(peer.holds for peer in here) and all(peer.holds or not any(peer.micro_batches) for peer in here)
 

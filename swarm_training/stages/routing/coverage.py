@@ -1,7 +1,7 @@
 """The gradients that a step still lacks: which micro-batches are in no peer's sums at which stages. Pure.
 
-A stage's peers report in bitmaps which micro-batches they have. A commit is not in them at once, so that a trainer
-keeps *claims* of its own for a while. A micro-batch that is computed again although a peer has it costs one of the two
+A stage's peers report in bitmaps which micro-batches they have. A bitmap does not show a commit at once. Until it does,
+a trainer keeps a *claim* of its own. A micro-batch that is computed again although a peer has it costs one of the two
 peers all of its sums, since none may count twice.
 """
 
@@ -60,7 +60,8 @@ def lacking(
 ) -> dict[int, frozenset[int]]:
     """Return, by micro-batch, the stages that lack its gradient at this moment; complete micro-batches are left out.
 
-    A stage with a decided average, or that has gone on, lacks nothing. ``claimed``: by stage, what counts as there.
+    A stage with a decided average, or that has gone on, lacks nothing. ``claimed``: the micro-batches that count as
+    present although no bitmap shows them, by stage.
     """
     everything = frozenset(range(num_micro_batches))
     found: dict[int, set[int]] = {}

@@ -15,7 +15,7 @@ from swarm_training.stages.routing.backlogs import Backlogs
 from swarm_training.stages.routing.speed import SHARES, believed
 
 _SMOOTHING = 0.2  # the weight of a new measurement in the moving average
-_UNKNOWN_S = 0.01  # as long as no peer has been measured, which is soon over
+_UNKNOWN_S = 0.01  # the runtime of a request while no peer has been measured, which is soon over
 _KEPT_FIRST = 1.0  # micro-batches of extra delay for a kept graph: while no peer is idle, it saves work for all
 
 
@@ -44,7 +44,7 @@ class _Peer:
         self.waiting[kind] += 1
 
     def answered(self, kind: str, asked_s: float, now: float) -> None:
-        took_s = now - max(asked_s, self.answered_s)  # the peer was busy with the previous request until then
+        took_s = now - max(asked_s, self.answered_s)  # until its previous answer, the peer computed that one
         usual_s = self.runtime_s.get(kind, took_s)
         self.runtime_s[kind] = usual_s + _SMOOTHING * (took_s - usual_s)
         self.answered_s, self.failures = now, 0
@@ -57,7 +57,7 @@ class _Peer:
         self.not_before_s = now + backoff.after(self.failures)
 
     def ended(self, kind: str, now: float) -> None:
-        """End a request. The rest is estimated from now on, so that errors of the past do not add up."""
+        """End a request. Estimate the remaining ones from now on, so that errors of earlier estimates do not add up."""
         self.waiting[kind] -= 1
         assert self.waiting[kind] >= 0
         left_s = (number * self.runtime_s.get(each, _UNKNOWN_S) for each, number in self.waiting.items())
@@ -82,12 +82,13 @@ class Router:
 
     def choose(self, candidates: Collection[str], kind: str, now: float, kept_by: str | None = None) -> str | None:
         """Return the peer to ask; None if all are to be left alone for a while, see ``wait_s``. ``kept_by``: the peer
-        that has computed a part of this. It is asked unless it has a micro-batch more to do than another."""
+        that has computed the forward pass of this backward pass. It is asked unless its delay is longer than another
+        peer's by a whole micro-batch."""
         willing = sorted(peer for peer in candidates if self._peer(peer).not_before_s <= now)
         return self.best(willing, candidates, kind, now, kept_by) if willing else None
 
     def best(self, willing: list[str], candidates: Collection[str], kind: str, now: float, kept_by: str | None) -> str:
-        """Return one of ``willing``. Policies to compare override this."""
+        """Return the peer of ``willing`` with the least delay. The policies of a benchmark override this method."""
         speeds, share = believed(self._announced, candidates), SHARES.get(kind, 1.0)
         delays_s = {peer: self._delay_s(peer, speeds[peer], share, now) for peer in willing}
         if kept_by in delays_s:

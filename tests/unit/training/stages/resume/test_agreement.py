@@ -38,4 +38,9 @@ def test_what_was_undone_is_older_even_if_a_stage_was_killed_before_it_knew() ->
 def test_what_is_missing_is_said() -> None:
     assert lacking([[kept(1)], [], []]) == "nobody has a checkpoint of stage 1, 2 so far"
     said = lacking([[kept(300), kept(200)], [kept(100)]])
-    assert said.endswith("has a checkpoint (stage 0 has those of 300, 200; stage 1 has those of 100)")
+    assert said.endswith("equally many rollbacks (stage 0 has those of 300, 200; stage 1 has those of 100)")
+
+
+def test_checkpoints_of_one_step_are_told_apart_by_the_rollbacks_before_them() -> None:
+    said = lacking([[kept(200)], [kept(200, born=1)]])
+    assert said.endswith("(stage 0 has those of 200; stage 1 has those of 200 after 1 rollbacks)")
