@@ -94,6 +94,10 @@ class Member:
         return self.record.address
 
     @property
+    def is_reachable(self) -> bool:
+        return self.record.is_reachable
+
+    @property
     def tls_fingerprint(self) -> bytes:
         return self.record.tls_fingerprint
 

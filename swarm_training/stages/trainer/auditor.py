@@ -1,10 +1,10 @@
 """The auditor of a trainer: other peers compute some of a trainer's answers again before the trainer uses them.
 
-The draw of which answers to audit comes after the answer. If two peers disagree, the auditor asks more peers of the
-stage until more than half of all that were asked agree. It then avoids each peer with another answer, and accuses that
-peer before its mates (the other peers of its stage). The mates compute the same work again and exclude the peer. If no
-majority is found, as with two peers, it is unknown which one is wrong. No answer is used then, all these peers are
-avoided for a while, and all their later answers are audited.
+Whether an answer is audited is drawn after the answer has come, so that no peer can know it before. If two peers
+disagree, the auditor asks more peers of the stage until more than half of all that were asked agree. It then avoids
+each peer with another answer, and accuses that peer before its mates (the other peers of its stage). The mates compute
+the same work again and exclude the peer. If no majority is found, as with two peers, it is unknown which one is wrong.
+No answer is used then, all these peers are avoided for a while, and all their later answers are audited.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Auditor:
     async def _is_confirmed(self, asked: StageRequest, answer: StageAnswer, peer: Progress) -> bool:
         """Return whether others confirm the answer, or none can check it. Avoid or convict peers that disagree."""
         if not await self._others_in_time(asked, {peer.peer_id}):
-            return True
+            return True  # a stage with one peer can be trained too
         seed, seen = secrets.token_bytes(SEED_BYTES), {peer.peer_id}
         first = await self._witness(asked, answer, peer, seed, withdraws=False)
         if first is None:
@@ -110,7 +110,7 @@ class Auditor:
                 wrong = [each for each in witnesses if each.peer_id not in agreed]
                 await asyncio.gather(*(self._convict(asked, each) for each in wrong))
                 return first.peer_id in agreed
-        if len(witnesses) == 1:
+        if len(witnesses) == 1:  # none of the others has given a signed answer
             return True
         self._leave_alone(asked, [each.peer_id for each in witnesses])
         return False
@@ -145,7 +145,7 @@ class Auditor:
         before = Moment(moment.rollbacks, moment.step - 1)
         while not (others := self._others(asked, seen)):
             peers = self._present()[asked.which.stage]
-            late = {peer.peer_id for peer in peers if peer.moment == before and peer.address} - self._too_late
+            late = {peer.peer_id for peer in peers if peer.moment == before and peer.is_reachable} - self._too_late
             if not late:
                 break
             if clock() >= self._late_s:
@@ -158,7 +158,7 @@ class Auditor:
     def _others(self, asked: StageRequest, seen: Collection[str]) -> set[str]:
         """Return the ids of other peers at this moment. Avoided peers are included: their answers are only compared."""
         peers = self._present()[asked.which.stage]
-        at = {peer.peer_id for peer in peers if peer.moment == asked.which.moment and peer.address}
+        at = {peer.peer_id for peer in peers if peer.moment == asked.which.moment and peer.is_reachable}
         return at.difference(seen)
 
     def _only(self, asked: StageRequest, peer_ids: Collection[str]) -> Stages:
@@ -168,7 +168,8 @@ class Auditor:
     async def _witness(
         self, asked: StageRequest, answer: StageAnswer, peer: Progress, seed: bytes, *, withdraws: bool
     ) -> _Witness | None:
-        """Return the peer's answer and signature; None if the peer does not sign, which may happen now and then."""
+        """Return the peer's answer and signature; None if the peer does not sign, which may happen now and then.
+        ``withdraws``: the peer drops the gradient afterwards, since the trainer commits that of the first peer."""
         try:
             evidence = await self._client.attest(peer, asked, answer, seed, _TIMEOUT_S, withdraws=withdraws)
         except SwarmError as error:
@@ -205,7 +206,7 @@ class Auditor:
             return
         self._suspect([wrong.peer_id])
         which = asked.which
-        mates = [peer for peer in self._look()[which.stage] if peer.peer_id != wrong.peer_id and peer.address]
+        mates = [peer for peer in self._look()[which.stage] if peer.peer_id != wrong.peer_id and peer.is_reachable]
         judgements = await asyncio.gather(*(self._accuse(mate, asked, wrong) for mate in mates))
         if not any(judgements):
             _logger.warning(

@@ -81,7 +81,7 @@ class Trace:
 
 
 class Traces:
-    """The traces of one step; the tensors of those used first are dropped when they take too much room."""
+    """The traces of one step, up to ``max_bytes`` of tensors. Those that were kept first are dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

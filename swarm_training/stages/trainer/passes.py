@@ -20,7 +20,8 @@ from swarm_training.stages.trainer.auditor import Auditor
 from swarm_training.stages.trainer.micro_batches import Trace, backwards_needed
 from swarm_training.stages.trainer.peer_caller import PeerCaller
 
-_COMMIT_TRIES, _COMMIT_RETRY_S, _COMMIT_S = 3, 0.2, 5.0
+_COMMIT_TRIES, _COMMIT_RETRY_S = 3, 0.2  # attempts to commit a gradient, and the pause between them
+_COMMIT_S = 5.0  # the time limit of one attempt
 _logger = logging.getLogger(__name__)
 
 
@@ -52,7 +53,7 @@ class Passes:
                         trace.grads[stage - 1] = answer.tensor
                     if stage == self.num_stages - 1:
                         trace.loss.set(answer.loss_sum, answer.num_tokens)
-                    if stage in lacking:
+                    if stage in lacking:  # the earlier stages need not wait for the commit
                         commits.append(asyncio.create_task(self._commit(peer, MicroBatch(stage, self.moment, number))))
                 await asyncio.gather(*commits)
             except asyncio.CancelledError:
@@ -70,7 +71,7 @@ class Passes:
 
     async def note_not_finite(self, number: int, trace: Trace) -> bool:
         """Report the micro-batch to the last stage, which has the losses. The last stage checks the report, and decides
-        about a rollback to a checkpoint. Return False if there is none."""
+        about a rollback. Return False if there is no checkpoint to go back to."""
         which = MicroBatch(self.num_stages - 1, self.moment, number)
         return await self.asking.note_not_finite(which, trace.content.ids, trace.content.labels)
 
@@ -82,7 +83,7 @@ class Passes:
             before = await self.inputs(stage - 1, number, trace)
             which = MicroBatch(stage - 1, self.moment, number)
             answer, peer = await self._ask(StageRequest(which, before, forward_only=self.forward_only))
-            assert answer.tensor is not None  # as checked
+            assert answer.tensor is not None  # ``StagesClient.ask`` has checked it
             trace.inputs[stage], trace.kept_by[stage - 1] = answer.tensor, peer.peer_id
         return trace.inputs[stage]
 

@@ -28,8 +28,8 @@ from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient
 from swarm_training.stages.trainer.config import TrainerConfig
 
-_LISTEN_S = 0.5
-_ENOUGH = 2  # refusals from which on the request is at fault, and not the peers
+_LISTEN_S = 0.5  # between two checks whether the peer that computes is still heard of
+_ENOUGH = 2  # refusals after which the request is at fault, and not the peers
 _logger = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class PeerCaller:
         self.num_retries = 0
 
     async def ask(self, asked: StageRequest, kept_by: str | None = None) -> tuple[StageAnswer, Progress]:
-        """Return the answer, and the peer that gave it. ``kept_by``: the peer that may have a part of it already.
+        """Return the answer, and the peer that gave it. ``kept_by``: see ``Router.choose``.
 
         Raises:
             StepOver: no peer is at this moment any more.
@@ -65,7 +65,7 @@ class PeerCaller:
             if not peers:
                 raise StepOver
             _require_no_agreement(refusals, peers)
-            peer_id = self._router.choose(peers.keys() - refusals.keys() or peers, kind, clock(), kept_by)
+            peer_id = self._router.choose(peers.keys() - refusals.keys(), kind, clock(), kept_by)
             if peer_id is None:
                 await asyncio.sleep(min(self._config.poll_s, self._router.wait_s(peers, clock())))
                 continue
@@ -78,11 +78,8 @@ class PeerCaller:
             self.num_retries += 1
 
     async def note_not_finite(self, which: MicroBatch, ids: Tensor, labels: Tensor) -> bool:
-        """Report to all peers of the last stage at once, see ``StagesClient``. Return False if one of them says no, and
-        none yes.
-
-        If no peer answers, nothing is known yet: then return True, and the caller may ask again.
-        """
+        """Report to all peers of the last stage at once, see ``StagesClient``. Return False if at least one of them
+        returns False, and none returns True. If no peer answers, return True, so that the caller reports again."""
         timeout_s = self._config.first_deadline_s
         calls = (self._client.note_not_finite(peer, which, ids, labels, timeout_s) for peer in self._present(which))
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -93,7 +90,7 @@ class PeerCaller:
 
     def _present(self, which: MicroBatch) -> list[Progress]:
         """Return the peers that can be asked about a micro-batch."""
-        return [peer for peer in self._look()[which.stage] if peer.moment == which.moment and peer.address]
+        return [peer for peer in self._look()[which.stage] if peer.moment == which.moment and peer.is_reachable]
 
     async def _ask_one(
         self, asked: StageRequest, peer: Progress, candidates: Collection[str], kind: str

@@ -41,13 +41,14 @@ async def train(
         RequestRejected, AccessDenied, TrainingDiverged: as ``Trainer.train``.
     """
     peer_config = TrainingConfig(counting="exact", join_timeout_s=join_timeout_s)
-    watching, tasks = await WatchPresence.enter(run, num_stages, member, peer_config), list[asyncio.Future[None]]()
+    watching = await WatchPresence.enter(run, num_stages, member, peer_config)
+    watch, tasks = watching.watch, list[asyncio.Future[None]]()
     try:
-        watch = watching.watch
         roster = TrainerRoster(watching.board.node, run, member.identity)
         run_source = RunSource(run, lambda: watch.view().stages, roster.trainers)
         trainer = Trainer(member.identity.peer_id, run_source, watching.network, data, config, on_step)
-        tasks += [] if beside is None else [asyncio.ensure_future(beside(watch))]
+        if beside is not None:
+            tasks.append(asyncio.ensure_future(beside(watch)))
         return await train_beside(watch, roster, trainer, data.count, end, join_timeout_s)
     finally:
         await end_tasks(tasks)
@@ -84,7 +85,7 @@ async def _first_step(watch: RunWatch, num_micro_batches: int, timeout_s: float)
     """Return the run's step, once every stage has a peer."""
     await watch.until_complete(timeout_s)
     await asyncio.sleep(_NEWS_S)
-    await watch.until_complete(timeout_s)
+    await watch.until_complete(timeout_s)  # once more, as the news may be that a peer is gone
     view = watch.view()
     if view.num_micro_batches != num_micro_batches:
         raise ValueError(

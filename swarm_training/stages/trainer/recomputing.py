@@ -36,16 +36,18 @@ LossSumOf = Callable[[Moment, Tensor], Awaitable[tuple[float, int]]]
 
 
 class Recomputing:
-    """A recomputation of micro-batches as by a trainer, which counts nothing. The own stage is computed here.
+    """A recomputation of micro-batches through all stages, as by a trainer. The last stage is computed here, and no
+    gradient counts.
 
-    Hence a trainer that reports divergence must give token ids that cause it: hidden states or gradients of a stranger
-    could make any model overflow.
+    It begins with token ids. Hidden states or gradients would prove nothing, since those of a stranger could make any
+    model overflow.
     """
 
     def __init__(
         self, run: str, host: HostedStage, look: Look, network: GrpcNetwork, config: TrainerConfig, loss_scale: float
     ) -> None:
-        """Set up. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: those of the trainers."""
+        """Compute by the stage of ``host``. ``look``: returns each stage's living peers. ``config``, ``loss_scale``: as
+        trainers have them."""
         self._host, self._look, self._config, self._loss_scale = host, look, config, loss_scale
         self._client = StagesClient(network, run, config.forms)
         router = Router(random.random, config.backoff)
@@ -78,15 +80,13 @@ class Recomputing:
         """
         passes, trace = self._passes(moment, forward_only=True), Trace(Content(ids, ids))
         while (inputs := await self._inputs_there(passes, trace)) is None:
-            if self._host.moment != moment:
-                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            self._require(moment)
             await asyncio.sleep(self._config.poll_s)
         if not bool(torch.isfinite(inputs).all()):
             return inf, ids.numel()
 
         def compute() -> tuple[float, int]:
-            if self._host.moment != moment:
-                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            self._require(moment)
             found = self._host.stage.forward(inputs, ids, keeps=False)
             return float(found.loss_sum if found.loss_sum is not None else inf), found.num_tokens or 0
 
@@ -101,6 +101,11 @@ class Recomputing:
         except StepOver:
             return None
 
+    def _require(self, moment: Moment) -> None:
+        """Raise PeerMoved if this peer has other weights than those of the moment."""
+        if self._host.moment != moment:
+            raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+
     def _passes(self, moment: Moment, forward_only: bool) -> Passes:
         claims, num_stages = Claims(self._config.settle_s), len(self._look())
         return Passes(
@@ -111,8 +116,7 @@ class Recomputing:
         """Compute the last stage here, and put the gradient of its inputs into the trace."""
 
         def compute() -> bool:
-            if self._host.moment != moment:
-                raise PeerMoved(f"this peer is at step {self._host.moment.step}")
+            self._require(moment)
             found = self._host.stage.backward(inputs, trace.content.labels, loss_scale=self._loss_scale)
             is_finite = isfinite(found.loss_sum or 0.0)
             if found.inputs is not None:
@@ -127,7 +131,7 @@ class HeldOutSamples:
     """The held-out samples of a run, which go through the stages in micro-batches."""
 
     def __init__(self, samples: TokenBlocks, rows: int, loss_sum_of: LossSumOf) -> None:
-        """Set up. ``rows``: the samples of a micro-batch."""
+        """Divide the samples into micro-batches of at most ``rows``."""
         numbers = np.arange(len(samples))
         self._samples, self._loss_sum_of = samples, loss_sum_of
         self._parts = np.array_split(numbers, -(-len(samples) // rows))
@@ -135,7 +139,7 @@ class HeldOutSamples:
     async def loss(self, moment: Moment) -> tuple[float, int]:
         """Return the mean loss over all predicted tokens, infinity if it is not finite, and the number of samples.
 
-        Raises as the function that computes the sums of losses.
+        Raises as ``loss_sum_of``.
         """
         limit = asyncio.Semaphore(_AT_A_TIME)
 

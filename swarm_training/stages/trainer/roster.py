@@ -14,7 +14,7 @@ from swarm_protocol.net.identity import Identity
 from swarm_training.stages.pb import stages_pb2 as pb
 
 LIFETIME_S = 10.0  # the time for which a step waits for a trainer that was killed
-_RENEW_S = 3.0
+_RENEW_S = 3.0  # three times in a lifetime, so that a renewal which fails does no harm
 _TIMEOUT_S = 5.0
 _SOON_STEPS = 2  # the steps until other trainers have read of a newcomer
 
@@ -56,6 +56,7 @@ class TrainerRoster:
             await self._publish(0.5)
 
     async def _publish(self, lifetime_s: float) -> None:
+        # A record on the DHT cannot be removed, but a later one replaces it.
         record = pb.TrainerRecord(has_left=self._own_first is None, first_step=self._own_first or 0)
         data, expires_at = record.SerializeToString(), self._expirations.after(lifetime_s)
         await store_item(self._node, self._key, self._subkey, data, expires_at, _TIMEOUT_S)

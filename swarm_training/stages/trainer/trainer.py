@@ -53,7 +53,7 @@ class _Step:
         self.losses: dict[int, Loss] = {}  # the losses of what this trainer has begun
         self.under_way: dict[int, asyncio.Task[None]] = {}
         self.began_s = self.progress_s = began_s
-        self.num_lacking = -1
+        self.num_lacking = -1  # not known yet
         self.completed: set[int] = set()
         self.num_replays = 0
         self.not_before_s = began_s  # later if no peer is at this moment any more: a look is due, not another pass
@@ -140,7 +140,8 @@ class Trainer:
             return
         if self._step is None or moment != self._step.moment:
             self._end_step(now)
-            here = (peer for stage in self._stages for peer in stage if peer.moment == moment)  # all went back as often
+            here = (peer for stage in self._stages for peer in stage if peer.moment == moment)
+            # A peer that has joined since a rollback may not know yet how many batches the run has skipped by then.
             self._step = _Step(moment, max(peer.skipped_batches for peer in here), self._config, now)
 
     def _begin_more(self) -> None:
@@ -167,7 +168,7 @@ class Trainer:
         trace = step.traces.get(number)
         if trace is None:
             trace = Trace(await asyncio.to_thread(partial(self._data.at, step.batch, number)))
-        step.losses[number] = trace.loss  # known before the step can end, which this pass may not see
+        step.losses[number] = trace.loss  # before the pass, which is cancelled if the step ends
         passes = Passes(
             step.moment, num_stages, self._data.loss_scale, self._asking, self._client, step.claims, self._auditor
         )
@@ -180,7 +181,7 @@ class Trainer:
             if not await passes.note_not_finite(number, trace):
                 raise
             _logger.warning("step %d: %s; the last stage has been informed", step.moment.step, error)
-            step.pause(self._config.settle_s)
+            step.pause(self._config.settle_s)  # the last stage decides first, and its records show the rollback
         finally:
             step.traces.keep(number, trace)
 
