@@ -65,9 +65,10 @@ class PeerCaller:
             if not peers:
                 raise StepOver
             _require_no_agreement(refusals, peers)
-            peer_id = self._router.choose(peers.keys() - refusals.keys(), kind, clock(), kept_by)
+            willing = peers.keys() - refusals.keys()
+            peer_id = self._router.choose(willing, kind, clock(), kept_by)
             if peer_id is None:
-                await asyncio.sleep(min(self._config.poll_s, self._router.wait_s(peers, clock())))
+                await asyncio.sleep(min(self._config.poll_s, self._router.wait_s(willing, clock())))
                 continue
             try:
                 return await self._ask_one(asked, peers[peer_id], peers, kind)
