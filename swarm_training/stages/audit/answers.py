@@ -16,7 +16,7 @@ _MOST = 8192  # answers that are kept
 
 
 @dataclass(frozen=True)
-class Given:
+class AnswerDigests:
     """The digests of one request and its answer, see ``AnswerStatement``."""
 
     work: pb.Work
@@ -25,10 +25,10 @@ class Given:
 
 
 class AnswerLog:
-    """A peer's newest answers. Any thread may call ``note``, which adds one answer; ``given`` is for the event loop."""
+    """The log of a peer's newest answers. Any thread may call ``note``; ``given`` is for the event loop."""
 
     def __init__(self) -> None:
-        self._given: OrderedDict[tuple[str, bytes, bool], Given] = OrderedDict()
+        self._given: OrderedDict[tuple[str, bytes, bool], AnswerDigests] = OrderedDict()
 
     def note(
         self,
@@ -41,11 +41,11 @@ class AnswerLog:
     ) -> None:
         """Add one answer. ``tensors``: the request's tensors by field, with the values that arrived over the wire."""
         answer = answer_digest(read_answer(work.reply_form, replies))
-        self._given[trainer, _key(work.micro_batch), is_backward] = Given(work, request_digest(tensors), answer)
+        self._given[trainer, _key(work.micro_batch), is_backward] = AnswerDigests(work, request_digest(tensors), answer)
         while len(self._given) > _MOST:
             self._given.popitem(last=False)
 
-    def given(self, trainer: str, micro_batch: pb.MicroBatch, *, is_backward: bool) -> Given | None:
+    def given(self, trainer: str, micro_batch: pb.MicroBatch, *, is_backward: bool) -> AnswerDigests | None:
         return self._given.get((trainer, _key(micro_batch), is_backward))
 
 

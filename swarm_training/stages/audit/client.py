@@ -21,9 +21,10 @@ from swarm_training.stages.audit.statements import (
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.answers import StageAnswer, replies_of
-from swarm_training.stages.rpc.client import StageRequest, StagesClient, answering, form_of
+from swarm_training.stages.rpc.client import StageRequest, StagesClient, answering
 from swarm_training.stages.rpc.forms import encode_as
 from swarm_training.stages.rpc.framing import pack
+from swarm_training.stages.rpc.validation import form_of
 
 _AUDITS = audit_pb.DESCRIPTOR.services_by_name["Audits"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,8 @@ from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
 from swarm_training.stages.audit.statements import AnswerStatement, answer_digest, evidence_form, request_digest
 from swarm_training.stages.audit.testimony import Testimony, Tolerance, agree
 from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
-from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.routing.speed import BACKWARD, FORWARD, SHARES
-from swarm_training.stages.rpc.answers import StageAnswer, read_answer
+from swarm_training.stages.rpc.answers import StageAnswer, StageAnswerReader
 from swarm_training.stages.rpc.forms import FORMS
 from swarm_training.stages.rpc.hosting import HostedStage, computed
 from swarm_training.stages.rpc.room import RequestReservation, RequestRoom, StageLimits
@@ -61,30 +60,28 @@ class AuditService:
         check_micro_batch(request.micro_batch, self._run, self._host)
         statement = (await self._statement(trainer, request)).signed(self._identity)
         if request.withdraws:
-            self._host.sums.withdraw(request.micro_batch.number, trainer)
+            await asyncio.to_thread(self._host.sums.withdraw, request.micro_batch.number, trainer)
         return audit_pb.AttestReply(statement=statement)
 
     async def Accuse(self, requests: AsyncIterator[audit_pb.AccuseRequest], context: _Context) -> audit_pb.AccuseReply:
-        trainer = admitted(context, self._access)
+        trainer, peer = admitted(context, self._access), self._host.peer.peer
         with self._room.request(trainer) as reservation:
             async with asyncio.timeout(self._limits.read_s):
-                statement, reader, replies = await self._read(requests, reservation)
-            is_upheld = statement.peer_id in self._host.peer.peer.banned() or await self._is_wrong(
-                statement, await asyncio.to_thread(reader.tensors), replies
-            )
-        if is_upheld and statement.peer_id not in self._host.peer.peer.banned():
-            self._host.peer.peer.exclude(statement.peer_id)
+                statement, request, answer = await self._read(requests, reservation)
+            is_upheld = statement.peer_id in peer.banned() or await self._is_wrong(statement, request, answer)
+        if is_upheld and statement.peer_id not in peer.banned():
+            peer.exclude(statement.peer_id)
         elif not is_upheld:
             _logger.warning("trainer %s has accused %s, whose answer is right", trainer, statement.peer_id)
         return audit_pb.AccuseReply(is_upheld=is_upheld)
 
     async def _read(
         self, requests: AsyncIterator[audit_pb.AccuseRequest], reservation: RequestReservation
-    ) -> tuple[AnswerStatement, RequestReader, list[pb.ComputeReply]]:
+    ) -> tuple[AnswerStatement, RequestReader, StageAnswerReader]:
         """Return the statement, the request and the answer of an accusation."""
-        replies: list[pb.ComputeReply] = []
-        reader: RequestReader | None = None
         statement: AnswerStatement | None = None
+        reader: RequestReader | None = None
+        answer: StageAnswerReader | None = None
         async for message in requests:
             if (statement is None) != message.HasField("statement"):
                 raise RequestRejected("an accusation begins with a statement, and has it once")
@@ -92,15 +89,16 @@ class AuditService:
                 statement = await self._checked(message)
                 reader = RequestReader(self._host.stage, statement.is_backward, reservation, self._limits.max_tokens)
                 reader.start(statement.work)
-            assert reader is not None
+                answer = StageAnswerReader(evidence_form(statement.work.reply_form))
+            assert reader is not None and answer is not None
             if message.HasField("request"):
                 reader.take(message.request)
             if message.HasField("answer"):
                 reservation.take(message.answer.ByteSize())
-                replies.append(message.answer)
-        if statement is None or reader is None or not replies:
-            raise RequestRejected("an accusation came without a statement or an answer: expected both")
-        return statement, reader, replies
+                answer.take(message.answer)
+        if statement is None or reader is None or answer is None:
+            raise RequestRejected("an accusation came without a message: expected a statement at first")
+        return statement, reader, answer
 
     async def _statement(self, trainer: str, request: audit_pb.AttestRequest) -> AnswerStatement:
         """Return the statement. Raises PeerMoved if the answer is unknown, or its gradient is not pending any more."""
@@ -112,7 +110,8 @@ class AuditService:
             raise PeerMoved(f"nothing is known here of an answer to micro-batch {which.number}")
         found: tuple[float, ...] = ()
         if request.is_backward and given.work.accumulates:
-            gradients = self._host.sums.pending(which.number, trainer)
+            # In a thread: another one may hold the lock of the sums for long, while it adds a gradient.
+            gradients = await asyncio.to_thread(self._host.sums.pending, which.number, trainer)
             if gradients is None:
                 raise PeerMoved(f"no gradient of micro-batch {which.number} is pending here")
             found = await asyncio.to_thread(sketch, gradients, request.seed)
@@ -141,19 +140,16 @@ class AuditService:
             raise RequestRejected("a statement has no sketch of the gradient that it is about, or one of none")
         return statement
 
-    async def _is_wrong(
-        self, statement: AnswerStatement, tensors: dict[str, Tensor], replies: Sequence[pb.ComputeReply]
-    ) -> bool:
+    async def _is_wrong(self, statement: AnswerStatement, request: RequestReader, answer: StageAnswerReader) -> bool:
         """Return whether this peer computes something else than what was signed.
 
-        Raises RequestRejected if the signature is not of this request and this answer."""
-        work = statement.work
-        said = await asyncio.to_thread(read_answer, evidence_form(work.reply_form), replies)
+        Raises RequestRejected if the signature is not of this request and this answer, or one of them is incomplete."""
+        tensors, said = await asyncio.to_thread(lambda: (request.tensors(), answer.answer()))
         digests = await asyncio.to_thread(lambda: (request_digest(tensors), answer_digest(said)))
         if digests != (statement.request, statement.answer):
             raise RequestRejected("a statement is about another request or answer than those that came with it")
         own = await self._compute(statement, tensors)
-        tolerance = Tolerance.of(self._precision, _NAMES[work.reply_form])
+        tolerance = Tolerance.of(self._precision, _NAMES[statement.work.reply_form])
         return not agree(Testimony(statement.peer_id, said, statement.sketch), own, tolerance)
 
     async def _compute(self, statement: AnswerStatement, tensors: dict[str, Tensor]) -> Testimony:

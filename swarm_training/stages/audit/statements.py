@@ -91,6 +91,7 @@ def evidence_form(form: pb.Form) -> pb.Form:
 
 
 def _add(hasher: hashlib._Hash, tensor: Tensor) -> None:
+    # An answer in bf16 is shown to judges in fp32, see ``evidence_form``: its digest must be the same then.
     exact = tensor if tensor.dtype in (torch.int64, torch.float64) else tensor.float()
     hasher.update(f"{exact.dtype}{list(exact.shape)}".encode())
     hasher.update(data_of(exact))

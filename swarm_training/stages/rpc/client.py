@@ -23,7 +23,7 @@ from swarm_training.stages.pb import stages_pb2 as pb
 from swarm_training.stages.rpc.answers import StageAnswer, StageAnswerReader
 from swarm_training.stages.rpc.forms import FORMS, encode_as
 from swarm_training.stages.rpc.framing import Named, pack
-from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS, WIRE_VERSION
+from swarm_training.stages.rpc.validation import GRAD, INPUTS, LABELS, WIRE_VERSION, form_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StagesClient:
         self._activations, self._gradients = FORMS[forms.activations], FORMS[forms.gradients]
 
     async def ask(self, asked: StageRequest, peer: Progress, timeout_s: float) -> StageAnswer:
-        """Return the answer. The last stage has the loss, and is asked for no forward pass."""
+        """Return the answer, checked. The last stage has the loss, and gets backward passes alone."""
         work, shape = self.work(asked), asked.inputs.shape
         given = [(name, encode_as(form_of(work, name), tensor)) for name, tensor in asked.tensors().items()]
         answer = await self._call(
@@ -93,7 +93,7 @@ class StagesClient:
         return answer if asked.wants_grad else replace(answer, tensor=None)
 
     async def commit(self, peer: Progress, which: MicroBatch, timeout_s: float) -> bool:
-        """Return whether the gradient of this trainer's backward counts there now; if not, it is lost."""
+        """Return whether the gradient of this trainer's backward pass counts at the peer now; if not, it is lost."""
         return await self._commit(peer, pb.CommitRequest(micro_batch=self.named(which)), timeout_s)
 
     async def note_not_finite(
@@ -101,8 +101,8 @@ class StagesClient:
     ) -> bool:
         """Report to a peer of the last stage that some answer is not finite, whichever peer computes it.
 
-        The peer finds out itself, and refuses if it finds otherwise. Return False if the run has no checkpoint to go
-        back to. ids, labels: [rows, positions] int64.
+        The peer computes all stages' answers itself, and rejects the report if they are finite. Return False if the run
+        has no checkpoint to go back to. ids, labels: [rows, positions] int64.
         """
         request = pb.CommitRequest(
             micro_batch=self.named(which), is_not_finite=True, ids=encode_whole(ids), labels=encode_whole(labels)
@@ -153,7 +153,7 @@ class StagesClient:
                         with _blamed(peer):
                             reader.take(reply)
             finally:
-                call.cancel()
+                call.cancel()  # a peer whose answer is wrong would send the rest of it
         with _blamed(peer):
             answer = reader.answer()
         if answer.tensor is not None and not bool(torch.isfinite(answer.tensor).all()):
@@ -164,14 +164,9 @@ class StagesClient:
         return await self._network.stub(pb.DESCRIPTOR.services_by_name["Stages"], peer)
 
 
-def form_of(work: pb.Work, name: str) -> pb.Form:
-    """Return the form in which a tensor of a request travels."""
-    return work.grad_form if name == GRAD else work.inputs_form
-
-
 @contextmanager
 def _blamed(peer: Progress) -> Iterator[None]:
-    """Raise BadReply for what is wrong with the answer of this peer."""
+    """Raise BadReply, which names the peer, in place of RequestRejected: the reader of an answer has raised it."""
     try:
         yield
     except RequestRejected as error:
@@ -180,7 +175,7 @@ def _blamed(peer: Progress) -> Iterator[None]:
 
 @asynccontextmanager
 async def answering(peer: Progress, timeout_s: float) -> AsyncIterator[None]:
-    """Name the peer in errors. Raises PeerUnavailable if there is no answer in time."""
+    """Translate the errors of a call, and name the peer in them. Raises PeerUnavailable if no answer comes in time."""
     try:
         async with asyncio.timeout(timeout_s):
             async with translated():

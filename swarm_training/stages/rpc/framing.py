@@ -17,7 +17,7 @@ _MESSAGE_BYTES = PART_BYTES + PART_BYTES // 2  # tensor bytes in one message; on
 
 
 def pack(first: M, named: Iterable[Named]) -> Iterator[M]:
-    """Yield the messages of a call; what fits joins ``first``."""
+    """Yield the messages of a call. Tensors, or their first parts, are in ``first`` as far as they fit."""
     message, size_bytes = first, 0
     for field, (wire, parts) in named:
         if size_bytes + len(wire.data) > _MESSAGE_BYTES:

@@ -1,4 +1,4 @@
-"""The room for trainers' requests at a stage peer: what is beyond that goes to another peer at once."""
+"""The room for trainers' requests at a stage peer. What exceeds it is refused, so that trainers ask another peer."""
 
 from __future__ import annotations
 

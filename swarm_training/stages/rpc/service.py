@@ -80,6 +80,7 @@ class StagesService:
         if request.is_not_finite:
             is_committed = await self._note_not_finite(trainer, request)
         else:
+            # A call that was cancelled between the sums and their bit would leave a gradient that counts nowhere.
             is_committed = await asyncio.shield(self._host.peer.counting.commit(which.step, which.number, trainer))
         return pb.CommitReply(is_committed=is_committed)
 
@@ -93,6 +94,7 @@ class StagesService:
             raise RequestRejected(f"stage {which.stage} was sent a report of infinite values: expected the last stage")
         with self.room.request(trainer) as reservation:
             ids, labels = (tokens_of(wire, reservation, most) for wire in (request.ids, request.labels))
+            # One report is checked at a time, since each check makes all stages compute.
             async with asyncio.timeout(self._limits.read_s), self._checking:
                 require_moment(which, self._host)
                 moment = moment_of(which)
@@ -116,21 +118,21 @@ class StagesService:
                     self._note_answer, trainer, reader.work, tensors, reply, is_backward=is_backward
                 )
         await _write(context, reply)
-        self._heard(context)
+        self._heard(context)  # once more: the pass may have taken as long as silent trainers are waited for
 
     async def _read(self, requests: AsyncIterator[pb.ComputeRequest], reader: RequestReader) -> None:
         """Read the request. Raises what the reader raises."""
         is_first = True
         async for message in requests:
             if is_first != message.HasField("work"):
-                raise RequestRejected("a call begins with what is to be computed, and has it once")
+                raise RequestRejected("a call must have `work` in its first message, and in no later one")
             if is_first:
                 check_micro_batch(message.work.micro_batch, self._run, self._host)
                 reader.start(message.work)
             reader.take(message)
             is_first = False
         if is_first:
-            raise RequestRejected("a call came without a message: expected what is to be computed")
+            raise RequestRejected("a call came without a message: expected one that says what to compute")
 
     async def _compute(
         self, trainer: str, work: pb.Work, tensors: dict[str, Tensor], is_backward: bool
@@ -162,7 +164,8 @@ class StagesService:
 
     def _is_gone(self, trainer: str) -> None:
         del self._silences[trainer]
-        self._host.sums.forget(trainer)
+        # Another thread may hold the lock of the sums for long, while it adds a gradient.
+        asyncio.get_running_loop().run_in_executor(None, self._host.sums.forget, trainer)
 
 
 async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:

@@ -58,10 +58,15 @@ def require_moment(message: pb.MicroBatch, host: HostedStage) -> None:
         )
 
 
+def form_of(work: pb.Work, name: str) -> pb.Form:
+    """Return the form in which a tensor of a request travels."""
+    return work.grad_form if name == GRAD else work.inputs_form
+
+
 def tokens_of(wire: wire_pb.Tensor, reservation: RequestReservation, max_tokens: int) -> torch.Tensor:
     """Return token ids that came in one piece, [rows, positions] int64. Raise RequestRejected if the tensor has no
     token ids, or too many; PeerBusy if there is no room for them."""
-    shape = list(wire.shape[:3])
+    shape = list(wire.shape[:3])  # no more than shows that there are too many: a stranger may give any number
     if len(shape) != 2 or min(shape) < 1 or wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
         raise RequestRejected(f"token ids have shape {shown_shape(wire)}: expected [rows, positions] of int64")
     _require_size(shape[0], shape[1], max_tokens)
@@ -83,7 +88,8 @@ def _require_size(rows: int, positions: int, max_tokens: int) -> None:
 
 @dataclass
 class RequestReader:
-    """The reader of one request, which checks headers as they come; in order: inputs, labels, grad."""
+    """The reader of one request's messages, which checks each header as it comes. Inputs come first, since labels and
+    gradient must have their shape."""
 
     stage: Stage
     is_backward: bool
@@ -118,7 +124,7 @@ class RequestReader:
                 raise RequestRejected(f"{name} are missing: stage {self.stage.index} expects them")
         result = {}
         for name, assembler in found.items():
-            tensor = assembler.tensor() if self._has_tokens(name) else decoded(self._form(name), assembler)
+            tensor = assembler.tensor() if self._has_tokens(name) else decoded(form_of(self.work, name), assembler)
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise RequestRejected(f"{name} are not finite (they contain NaN or infinity)")
             result[name] = tensor
@@ -131,9 +137,6 @@ class RequestReader:
 
     def _has_tokens(self, name: str) -> bool:
         return name == LABELS or (name == INPUTS and self.stage.is_first)
-
-    def _form(self, name: str) -> pb.Form:
-        return self.work.grad_form if name == GRAD else self.work.inputs_form
 
     def _begin(self, name: str, wire: wire_pb.Tensor) -> Assembler:
         if not self._takes(name):
@@ -148,7 +151,7 @@ class RequestReader:
             if wire.dtype != wire_pb.INT64 or wire.codec != wire_pb.RAW:
                 raise RequestRejected(f"{name} came with dtype {wire.dtype}: expected token ids in int64")
         else:
-            check_header(self._form(name), wire)
+            check_header(form_of(self.work, name), wire)
         self.reservation.take(wire.size_bytes)
         return Assembler(wire)
 

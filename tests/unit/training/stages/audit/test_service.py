@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,15 +14,18 @@ from torch import Tensor
 
 from swarm_protocol.errors import BadReply, PeerMoved, RequestRejected
 from swarm_protocol.net.tls import Certificate, ClientCredentials
+from swarm_protocol.rpc.channels import translated
 from swarm_protocol.rpc.serving import start_server
+from swarm_protocol.wire.status import FirstStatus
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.audit.answers import AnswerLog
-from swarm_training.stages.audit.client import AuditClient, AuditEvidence
+from swarm_training.stages.audit.client import _AUDITS, AuditClient, AuditEvidence
 from swarm_training.stages.audit.service import AuditService
 from swarm_training.stages.audit.sketch import SEED_BYTES, sketch
 from swarm_training.stages.audit.statements import AnswerStatement
+from swarm_training.stages.pb import stages_audit_pb2 as audit_pb
 from swarm_training.stages.rpc.answers import StageAnswer
 from swarm_training.stages.rpc.client import MicroBatch, StageRequest, StagesClient, WireForms
 from swarm_training.stages.rpc.forms import FORMS
@@ -178,6 +182,33 @@ async def test_evidence_that_was_changed_convicts_nobody() -> None:
             await court.accuse(asked, answer, AuditEvidence(evidence.statement, own))
         with pytest.raises(BadReply, match="signs something else"):
             await court.attest(asked, other)
+        assert not court.mate[1].excluded
+
+
+async def test_an_audit_waits_for_the_sums_in_another_thread() -> None:
+    """A thread that adds a large gradient to them holds their lock for long."""
+    threads: list[int] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: (threads.append(threading.get_ident()), call(*arguments))[1]
+
+    async with court_of(ToyStage(1, 3)) as court:
+        sums = court.accused[1].host.sums
+        sums.pending, sums.withdraw = noted(sums.pending), noted(sums.withdraw)
+        asked = asked_of(1)
+        await court.attest(asked, await court.answer(asked), withdraws=True)
+        assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+async def test_an_accusation_of_no_answer_is_refused() -> None:
+    async with court_of(Liar(1, 3)) as court:
+        asked = asked_of(1)
+        evidence = await court.attest(asked, await court.answer(asked))
+        stub = await court.audits._network.stub(_AUDITS, court.mate[0])
+        call = stub.Accuse(iter([audit_pb.AccuseRequest(statement=evidence.signed)]))
+        with pytest.raises(RequestRejected, match="inputs are missing"):
+            async with translated(court.mate[0].peer_id, FirstStatus(call)):
+                await call
         assert not court.mate[1].excluded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -213,8 +214,11 @@ async def test_who_is_refused_while_it_sends_hears_why() -> None:
 
 async def test_what_a_trainer_left_behind_is_dropped() -> None:
     async with peer_of(ToyHost(ToyStage(0, 2)), limits=StageLimits(silence_s=0.3)) as (client, peer, host):
+        threads, forget = list[int](), host.sums.forget
+        host.sums.forget = lambda trainer: (threads.append(threading.get_ident()), forget(trainer))
         await backward(client, peer, 0)
         await until(lambda: not host.pending)
+        assert threads[0] != threading.get_ident()  # one that adds to the sums may hold their lock for long
         assert not await client.commit(peer, batch(0, 0), TIMEOUT_S)
 
 
@@ -290,8 +294,8 @@ async def test_calls_that_do_not_begin_are_refused() -> None:
         work = pb.Work(micro_batch=pb.MicroBatch(wire_version=1, run=RUN))
         rows = [
             ([], "without a message"),
-            ([pb.ComputeRequest(inputs=wire(IDS))], "begins with what is to be computed"),
-            ([pb.ComputeRequest(work=work), pb.ComputeRequest(work=work)], "has it once"),
+            ([pb.ComputeRequest(inputs=wire(IDS))], "must have `work` in its first message"),
+            ([pb.ComputeRequest(work=work), pb.ComputeRequest(work=work)], "and in no later one"),
             ([pb.ComputeRequest(work=work, inputs=wire(IDS)), pb.ComputeRequest(inputs=wire(IDS))], "two tensors"),
         ]
         for messages, expected in rows:
