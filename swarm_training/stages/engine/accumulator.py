@@ -1,4 +1,4 @@
-"""Gradients of micro-batches: pending until they are committed, then added up, each micro-batch once."""
+"""The sums of micro-batches' gradients, which are pending until a commit adds them; each micro-batch counts once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Accumulator:
 
     @property
     def sums(self) -> Tensor:
-        """Return a copy of the sums, in the order of the stage's parameters: [elements of all]."""
+        """Return a copy of the sums, [elements of all parameters], in the order of the stage's parameters."""
         with self._lock:
             return self._sums.clone()
 
@@ -59,8 +59,8 @@ class Accumulator:
         return self._num_summed  # without the lock, for which an event loop may not wait
 
     def take(self) -> tuple[Tensor, int]:
-        """Return the sums, [elements of all], and the number of micro-batches in them, and begin new sums. These
-        micro-batches stay done: their gradients do not come again in this step."""
+        """Return the sums, [elements of all parameters], and the number of micro-batches in them, and begin new sums.
+        These micro-batches stay done: their gradients do not come again in this step."""
         empty = torch.zeros_like(self._sums)  # before the lock is held: others wait for it
         with self._lock:
             taken = self._sums, self._num_summed
@@ -124,7 +124,8 @@ class Accumulator:
                 num_added += 1
 
     def _parts(self, gradients: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views of the sums, each with its summand; one by one, since all summands are as large as the sums."""
+        """Yield a view of the sums for each gradient, with the summand. Summands are made one by one, as all of them
+        together would take as much memory as the sums."""
         at = 0
         for gradient in gradients:
             flat = gradient.reshape(-1).to("cpu", self._sums.dtype)

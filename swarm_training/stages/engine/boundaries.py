@@ -1,4 +1,4 @@
-"""The layers at the boundaries of stages, in a stage's model and in a stock model that was exported without them."""
+"""The layers at the boundaries of stages: in a stage's model, and in a stock model whose checkpoint has none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def up_of(model: nn.Module, block: int) -> nn.Module:
 
 
 def down_of(model: nn.Module, block: int) -> nn.Module:
-    """Return the module that hidden states go through when they leave the stage before; the identity if none."""
+    """Return the module that hidden states go through when they leave the stage that ends before this block; the
+    identity if there is none."""
     return _half(model, block, _DOWN)
 
 

@@ -23,8 +23,7 @@ from swarm_training.stages.placement.spans import split
 
 
 def build_stage(source: StageSource, index: int, num_stages: int, options: StageOptions | None = None) -> Stage:
-    """Build stage ``index`` of a model; no other part of the model is read or made. The stages have about as many
-    blocks each.
+    """Build stage ``index`` of a model; no other part of the model is read or made. See ``split`` for its blocks.
 
     Raises:
         ValueError: there is no such stage, or it has no modules for LoRA, or the factor of the layers between stages
@@ -37,7 +36,7 @@ def build_stage(source: StageSource, index: int, num_stages: int, options: Stage
     if not 0 <= index < num_stages:
         raise ValueError(f"there is no stage {index}: expected 0 to {num_stages - 1}")
     layout = layout_of(source.config, spans[index])
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # a caller's mode would make parameters that can never be trained
         model = _from_seed(source, layout) if isinstance(source, Scratch) else _from_checkpoint(source, layout)
         model.requires_grad_(True)
         if options.lora is not None:
@@ -45,7 +44,7 @@ def build_stage(source: StageSource, index: int, num_stages: int, options: Stage
         if options.boundaries.layers != NONE:
             add_boundaries(model, options.boundaries, layout)
         model.to(options.device)  # type: ignore[arg-type]  # as transformers has wrapped it, mypy does not see self
-        return Stage(model.eval(), layout, index, num_stages, options)
+        return Stage(model.eval(), layout, index, num_stages, options)  # without dropout, see ``Stage``
 
 
 def _from_checkpoint(checkpoint: ModelCheckpoint, layout: Layout) -> PreTrainedModel:

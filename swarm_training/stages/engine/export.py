@@ -44,7 +44,7 @@ def export(
         ValueError: a tensor is missing, unknown, or differs between two stages.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / INDEX).unlink(missing_ok=True)
+    (directory / INDEX).unlink(missing_ok=True)  # transformers loads nothing from shards without an index
     with hf_loader():
         model = _on_meta(config)
     aliases: dict[str, str] = model.all_tied_weights_keys  # names that are not stored, each with that of its tensor
@@ -52,10 +52,11 @@ def export(
     expected, tied = set(model.state_dict()) - ignored - aliases.keys(), set(aliases.values())
     shared: dict[str, Tensor] = {}
     stored: list[set[str]] = []  # names in each file
-    seen: set[str] = set()
+    seen: set[str] = set()  # names in all files so far: a tied tensor is stored once
     total_bytes = 0
     between: dict[str, Tensor] = {}
     for number, whole in enumerate(parts):
+        # Copies, because a part's tensors may change when the next part is asked for.
         between |= {name: whole[name].cpu().clone() for name in whole if layers != NONE and is_of_boundary(name)}
         part = {name: each for name, each in whole.items() if name not in between}
         _check_part(number, part, expected, seen, shared)

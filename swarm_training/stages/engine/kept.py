@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ class GraphMemoryMeter:
     operation that keeps its own output would keep itself alive. ``size_bytes``: the bytes of their storages, each
     counted once; those of ``free`` tensors do not count."""
 
-    def __init__(self, free: list[Tensor]) -> None:
+    def __init__(self, free: Iterable[Tensor]) -> None:
         self.size_bytes = 0
         self._known = {each.untyped_storage().data_ptr() for each in free}
         self._hooks = saved_tensors_hooks(self._pack, lambda kept: kept)
@@ -44,9 +45,9 @@ class GraphMemoryMeter:
 
 
 class KeptPasses:
-    """The kept passes for one state of the weights. A pass without room is computed again by its backward. A trainer
-    that never asks for its backward costs room until the weights change. ``max_bytes``: the most bytes that the passes
-    may take."""
+    """The kept passes for one state of the weights. If a pass has no room, its backward pass computes it again. If a
+    trainer never asks for the backward pass, its pass takes room until the weights change. ``max_bytes``: the most
+    bytes that the passes may take."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -66,8 +67,9 @@ class KeptPasses:
         usual = self._passes[-1].size_bytes if self._passes else 0
         return self.size_bytes + usual < self.max_bytes
 
-    def of_weights(self, weights: list[Tensor]) -> None:
-        """Drop all passes if the weights have changed since then."""
+    def of_weights(self, weights: Iterable[Tensor]) -> None:
+        """Drop all passes if the weights have changed since they were computed."""
+        # torch counts the changes of a tensor in place. Comparing the counts costs less than keeping copies.
         versions = tuple(each._version for each in weights)
         if versions != self._versions:
             self._passes.clear()
@@ -78,7 +80,7 @@ class KeptPasses:
             self._passes.append(kept)
 
     def take(self, given: Tensor) -> KeptPass | None:
-        """Remove and return the pass with equal inputs, whichever trainer has asked for it; None if there is none."""
+        """Remove and return a pass with equal inputs, whichever trainer has sent them; None if there is none."""
         for at, kept in enumerate(self._passes):
             if torch.equal(kept.given, given):
                 return self._passes.pop(at)

@@ -1,4 +1,4 @@
-"""Low-rank adapters in a stage's blocks, the same whichever way a model is split."""
+"""Low-rank adapters in a stage's blocks. They begin with the same numbers however the model is split."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, span: Span) -> None
             warnings.simplefilter("ignore")  # PEFT reports how it treats GPT-2's transposed layers
             inject_adapter_in_model(peft_config(settings.rank), model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise ValueError(f"blocks {span} cannot have LoRA with target_modules PEFT's default: {error}") from None
+        raise ValueError(f"blocks {span} cannot have LoRA with PEFT's default target_modules: {error}") from None
     for name, parameter in model.named_parameters():
         if name.endswith(_MATRIX_A):
             generator = torch.Generator().manual_seed(seed_of(settings.seed, name))

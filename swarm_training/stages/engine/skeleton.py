@@ -110,11 +110,13 @@ def ties_embeddings(config: PreTrainedConfig) -> bool:
 
 
 def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the ``family.identities`` that the stock code calls before its blocks, and those called later or never."""
+    """Return the ``family.identities`` that the stock code calls before its blocks, and those that it calls later or
+    never."""
     hollow, _ = load_hollow_model(family, config)
     owner = family.owner_of(hollow)
     with weight_init.no_init_weights(), torch.device("meta"):
         whole = family.owner_of(family.base_class(copy.deepcopy(config)))
+    # The stock forward pass runs with stand-ins in place of blocks, which takes no weights and little time.
     stand_ins = [PassThrough(block, family.returns_tuple) for block in getattr(whole, family.blocks)]
     setattr(owner, family.blocks, nn.ModuleList(stand_ins))
     called: list[str] = []
@@ -125,7 +127,7 @@ def _around_blocks(family: Family, config: PreTrainedConfig) -> tuple[tuple[str,
     begin = called.index(family.blocks)
     before = set(called[:begin])
     after = {name for name in family.identities if name not in before or name in called[begin:]}
-    for name in before & after:
+    for name in before & after:  # two stages would train these parameters, each with its part of the gradient
         if any(True for _ in getattr(whole, name).parameters()):
             raise UnsupportedModel(
                 f"models of type {config.model_type!r} cannot be trained in stages: {name} acts before the blocks and "
@@ -195,7 +197,7 @@ def _leave_out_others(model: nn.Module, base: nn.Module, layout: Layout) -> None
             blocks[index] = PassThrough(blocks[index], family.returns_tuple)
     if not layout.has_embeddings:
         setattr(owner, family.embedding, LeftOut())
-    if not layout.is_first:
+    if not layout.is_first:  # the first stage has added positions, and scaled the embeddings
         for name in family.positions:
             setattr(owner, name, ZeroPositions())
         for name, value in family.neutral:

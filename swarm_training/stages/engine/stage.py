@@ -73,8 +73,9 @@ class Stage:
         self.names = list(trained)
         self._working = list(trained.values())  # the modules compute with these
         embedding = getattr(layout.family.owner_of(self._base), layout.family.embedding)
-        tied = layout.tied and self.is_first != self.is_last
+        tied = layout.tied and self.is_first != self.is_last  # one stage that is both has the parameter once
         self.shared = tuple(name for name, each in trained.items() if tied and each is embedding.weight)
+        # In bf16, the optimizer steps with fp32 parameters, since many steps are smaller than bf16 can show.
         self.parameters, self.dtype = self._working, torch.float32
         if options.precision == "bf16":
             self.parameters, self.dtype = (
@@ -84,7 +85,7 @@ class Stage:
             _narrow(model)
         self._versions = [each._version for each in self.parameters]
         self.num_trained = sum(each.numel() for each in self.parameters)
-        self._recompute = False
+        self._recompute = False  # whether blocks are checkpointed: in backward passes alone, if the options say so
         self._kept = KeptPasses(0 if options.checkpoint_activations else options.kept_bytes)
         if options.checkpoint_activations:
             blocks = getattr(layout.family.owner_of(self._base), layout.family.blocks)
@@ -119,7 +120,7 @@ class Stage:
         self._check(inputs, labels)
         self._refresh()
         given = self._prepared(inputs)
-        if keeps and self._kept.has_room and not self.is_last:
+        if keeps and self._kept.has_room and not self.is_last:  # the last stage gets backward passes alone
             return StageOutput(hidden=self._run_and_keep(given))
         with torch.no_grad():  # not inference mode: autograd could never use the tensors that a model keeps
             output = self._run(given)
@@ -168,7 +169,7 @@ class Stage:
                 found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
         finally:
             self._recompute = False
-        gradients = [
+        gradients = [  # None for a parameter that the pass has not used, such as those of an expert without tokens
             torch.zeros_like(each) if gradient is None else gradient
             for each, gradient in zip(wanted, found, strict=True)
         ]
@@ -181,7 +182,7 @@ class Stage:
 
     def _run_and_keep(self, given: Tensor) -> Tensor:
         given.requires_grad_(not self.is_first)
-        with torch.enable_grad(), GraphMemoryMeter(list(self._working)) as measured:
+        with torch.enable_grad(), GraphMemoryMeter(self._working) as measured:
             output = self._run(given)
         self._kept.keep(KeptPass(given, output, measured.size_bytes + given.nbytes + output.nbytes))
         return output.detach()
@@ -213,7 +214,7 @@ class Stage:
         """Update the copies of parameters that have changed, and drop passes that were computed with other weights."""
         if self.parameters is not self._working:
             self._refresh_copies()
-        self._kept.of_weights(list(self._working))
+        self._kept.of_weights(self._working)
 
     def _refresh_copies(self) -> None:
         with torch.no_grad():
@@ -276,7 +277,7 @@ class Stage:
         trained = dict(zip(self.names, (each.detach() for each in self.parameters), strict=True))
         if self.options.lora is not None:
             return trained
-        stored = set(self._model.state_dict())
+        stored = set(self._model.state_dict())  # buffers that are not persistent are left out
         rest = {name: each for name, each in _tensors(self._model) if name in stored and name not in trained}
         return trained | rest
 

@@ -76,5 +76,5 @@ def test_adapters_begin_alike_whatever_the_split_and_as_in_peft() -> None:
 
 def test_modules_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "peft_config", lambda rank: LoraConfig(r=rank, target_modules=["nothing"]))
-    with pytest.raises(ValueError, match="blocks 0:3 cannot have LoRA with target_modules PEFT's default"):
+    with pytest.raises(ValueError, match="blocks 0:3 cannot have LoRA with PEFT's default target_modules"):
         build_stage(Scratch(zoo.make_config("llama")), 0, 2, StageOptions(lora=LoraSettings()))
