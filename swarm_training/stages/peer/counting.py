@@ -83,7 +83,7 @@ class StageDrift:
         self._is_discarded, self.has_failed = True, False
 
     def forget(self) -> None:
-        """Discard what the inner optimizer remembers: the weights have been replaced."""
+        """Discard the state of the inner optimizer, because the weights have been replaced."""
         self._is_discarded = self.has_failed = False
         self._inner.forget()
 
@@ -97,7 +97,8 @@ class StageDrift:
 
 
 class Counting:
-    """A peer's count of micro-batches, used by one event loop, but for ``add``, ``catch_up`` and ``clear``."""
+    """A peer's count of micro-batches. Its methods are for one event loop, except ``add``, ``catch_up`` and ``clear``,
+    which are for the compute thread."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class Counting:
         drift: StageDrift | None = None,
         compute: InThread | None = None,
     ) -> None:
-        """Start with nothing. ``counts_elsewhere``: returns whether another peer of the stage has the micro-batch by
-        its record. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
+        """Start without micro-batches. ``counts_elsewhere``: returns whether another peer of the stage has a micro-batch
+        by its record. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
         weights, if there are local steps. ``compute``: calls a function in the compute thread; given with ``drift``."""
         self.done: frozenset[int] = frozenset()  # the micro-batches in the sums, or in the weights by local steps
         self.changing = asyncio.Lock()  # the lock that is held while sums or weights change
@@ -143,7 +144,7 @@ class Counting:
 
         Raises:
             PeerMoved: the peer is at another step.
-            PeerBusy: the stage is averaging; it takes later what it lacks for that.
+            PeerBusy: the stage is averaging. If it gets no average, the micro-batch may be committed later.
             RequestRejected: there is no such micro-batch.
         """
         async with self.changing:
@@ -234,7 +235,7 @@ class Counting:
                 vector: Tensor | None = await self._compute(partial(self._drift.weighted, len(self.done), dtype))
                 if vector is not None:
                     return vector
-                await self._discard()
+                await self._discard()  # nothing counts here then, and the sums are zeros
             summed: Tensor = await self._in_thread(lambda: self._sums.sums.to(dtype))
             return summed
 
@@ -242,7 +243,7 @@ class Counting:
         """Return the mean loss over the tokens of all done micro-batches, infinity if anything is not finite, and the
         number of micro-batches with a known loss."""
         if self._is_not_finite:
-            return inf, max(1, len(self.done))
+            return inf, max(1, len(self.done))  # a loss of no micro-batch would not be heeded
         return self._losses.mean(self.done)
 
 

@@ -61,8 +61,9 @@ class StageEvaluation:
         """Return why the run has ended; empty while it goes on."""
         if self._is_last:
             return self._peer.reason_of_end
-        has_ended = self._watch.view().has_ended
-        return decisions.reason_to_end(self._policy, self.known) or "the last stage has ended it" if has_ended else ""
+        if not self._watch.view().has_ended:
+            return ""
+        return decisions.reason_to_end(self._policy, self.known) or "the last stage has ended it"
 
     @property
     def is_awaited(self) -> bool:
@@ -73,11 +74,12 @@ class StageEvaluation:
         """Take over the losses up to this step that earlier processes have left on the disk, and return all that are
         known. Spare the checkpoints that stay for them. Call it when the peer has the state of this step.
 
-        ``went_back_to``: the step of the run's last rollback. It has undone the later ones of losses that are older.
+        ``went_back_to``: the step of the run's last rollback, which has undone the losses of later steps.
         """
         if self._policy.every and self._directory is not None:
             earlier = EvaluationHistory.of((*self.known.losses, *self._stored().losses)).up_to(step)
             if earlier.newest is not None and earlier.newest.moment.rollbacks < self._peer.own.rollbacks:
+                # They are from before the rollback.
                 earlier = earlier.up_to(went_back_to)
             self.known = EvaluationHistory.of((*earlier.losses, *self._peer.evaluator.history.losses))
             self.spare(step)
@@ -148,7 +150,7 @@ class StageEvaluation:
         self._seen = own.moment
         newest = evaluator.history.newest
         if not evaluator.is_due(own.step) or (newest is not None and newest.step >= own.step):
-            return
+            return  # the loss is not wanted, or known: mates had it when this peer loaded their state
         assert self._loss_of is not None, "compute_by was not called"
         evaluators = decisions.evaluators_of(own.run, own.moment, self._peer.roster)
         held = WeightsOfStages(own.moment, self._loss_of) if own.peer_id in evaluators else None

@@ -22,7 +22,7 @@ from swarm_training.stages.placement import stage_choice
 from swarm_training.stages.placement.stage_choice import PlacementView
 
 NOISE = 0.2  # relative noise of a peer's measured speed, from one step to the next
-_ANNOUNCE_S = 1.5  # a peer with a record that is not renewed counts as silent
+_ANNOUNCE_S = 1.5  # between two records on the way to a stage: a peer whose record is not renewed counts as silent
 _POLL_S = 0.05
 
 
@@ -68,12 +68,13 @@ def view_of(watch: RunWatch, costs: Sequence[float]) -> PlacementView:
 
 
 def margin_of(view: PlacementView) -> float:
-    """Return the relative gain of the slowest stage that is worth a move: more than another measurement may give."""
+    """Return the relative gain of the slowest stage that is worth a move."""
+    # A stage has peers / stages of the peers. The noise of one of them changes its speed by this share.
     return max(stage_choice.MARGIN, NOISE * len(view.costs) / max(1, len(view.peers)))
 
 
 class Announcements:
-    """The announcer on the DHT that a peer is on its way to a stage, as long as no other record there says so."""
+    """The records on the DHT by which others know that a peer is on its way to a stage, until it joins the stage."""
 
     def __init__(self, boards: Mapping[int, DhtPeerRegistry], runs: Sequence[str], identity: Identity) -> None:
         self._boards, self._runs, self._identity = boards, runs, identity
@@ -91,7 +92,7 @@ class Announcements:
         await self._boards[stage].publish(sign(record, self._identity))
 
     async def _announce(self, stage: int) -> None:
-        for version in count(time.time_ns() // 1_000_000):
+        for version in count(time.time_ns() // 1_000_000):  # below that of the record with which the peer joins
             await self._boards[stage].publish(sign(self._record(stage, version), self._identity))
             await asyncio.sleep(_ANNOUNCE_S)
 
@@ -154,9 +155,10 @@ class StageChooser:
             self._peer.peer.shows_move(may_move=True)
 
     async def _reaches_end_of_step(self, to: int) -> bool:
-        """Return True when the peer may leave, False if the move helps no more. Trainers must replay what the peer has
-        added up. The peer waits up to ``step_s`` until that is nothing or averaged, but does not wait if no peer is
-        where it goes."""
+        """Return True when the peer may leave, False if the move helps no more.
+
+        Trainers must replay the micro-batches that leave with the peer. Hence it waits up to ``step_s`` until it has
+        none, or they are averaged. It does not wait if the next stage has no peer: the run stands still then."""
         deadline_s = now() + self._pace.step_s
         while stage_choice.may_go(view := self._view(), self._own_id, margin_of(view)):
             own = self._peer.peer.own

@@ -12,6 +12,7 @@ from functools import partial
 
 import grpc
 
+from swarm_protocol.failures import awaited_on_error
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
@@ -93,7 +94,7 @@ class StagePresence:
         host = await member.find_host(config)
         async with AsyncExitStack() as resources:
             thread = ThreadPoolExecutor(1, thread_name_prefix="swarm stage")
-            resources.callback(thread.shutdown, wait=False, cancel_futures=True)
+            resources.callback(thread.shutdown, wait=False, cancel_futures=True)  # a pass under way may take long
             board, network = await member.connect(run, config, resources, host, board)
             board = board.beside(run, where.run)
             record = joining_record(run, size, member, config, stage.state)
@@ -103,7 +104,7 @@ class StagePresence:
             watch = _watch_beside(peer, where, network, board, config.silence_s)
             replicas = Replicas(where.index, where.num_stages, peer, watch, network, asyncio.to_thread)
             compute = partial(asyncio.get_running_loop().run_in_executor, thread)
-            other = where.num_stages - 1 - where.index
+            other = where.num_stages - 1 - where.index  # of the first and the last stage, which share embeddings
             tied = SharedGradients(other, shared, peer, watch, network, asyncio.to_thread) if shared else None
             stage_peer = StagePeer(stage, peer, watch, replicas, config.codec, compute, asyncio.to_thread, tied)
 
@@ -114,7 +115,9 @@ class StagePresence:
             peer.listens_at(*await serve(add_all, config, host, resources))
             tasks = [asyncio.create_task(watch.run())]
             resources.push_async_callback(end_tasks, tasks)
-            await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
+            # A peer that cannot join has started already: mates must not wait for it, nor its tasks go on.
+            async with awaited_on_error(peer.leave):
+                await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
             tasks.append(asyncio.create_task(stage_peer.run()))
             return cls(stage_peer, await board.addresses(), network, tasks, resources.pop_all())
 

@@ -21,8 +21,8 @@ from swarm_training.run.transfer.receiving import download_replica
 from swarm_training.stages.peer.watch import RunWatch
 
 _LOOK_S = 0.5
-_KEEPERS = 2  # peers of a stage that keep one, since one may die together with the stage before
-MOST_BYTES = 64 << 30
+_KEEPERS = 2  # peers of a stage that keep a replica, since one may die together with the stage before
+_MOST_BYTES = 64 << 30  # of another stage's checkpoint, whose size is not known here
 _logger = logging.getLogger(__name__)
 
 
@@ -36,7 +36,6 @@ class Replicas:
     _watch: RunWatch
     _network: Network
     _in_thread: InThread
-    _most_bytes: int = MOST_BYTES  # of a checkpoint of another stage
 
     def __post_init__(self, index: int, num_stages: int) -> None:
         self._before, self._after = (index - 1) % num_stages, (index + 1) % num_stages
@@ -76,7 +75,7 @@ class Replicas:
         data = await self.download(wanted, sources)
         if data is None:
             return
-        self._peer.checkpoints.replicas.discard_after(wanted.step)  # checkpoints that a rollback has undone
+        self._peer.checkpoints.replicas.discard_after(wanted.step)  # a rollback has undone later checkpoints
         try:
             await self._in_thread(
                 lambda: self._peer.checkpoints.replicas.keep(wanted.step, wanted.state_digest, data, wanted.lineage)
@@ -92,12 +91,13 @@ class Replicas:
         for source in sources:
             if source.is_reachable:
                 try:
-                    return await download_replica(self._network, source, digest, self._most_bytes, self._in_thread)
+                    return await download_replica(self._network, source, digest, _MOST_BYTES, self._in_thread)
                 except (SwarmError, TimeoutError, ValueError) as error:
                     _logger.debug("%s does not give a checkpoint: %s", source.peer_id, error)
         return None
 
 
 def newest(checkpoints: Iterable[Kept | None]) -> Kept | None:
+    """Return the checkpoint of the latest step; of several, the one with the largest digest; None if there is none."""
     known = [each for each in checkpoints if each is not None]
     return max(known, key=lambda each: (each.step, each.state_digest), default=None)

@@ -1,7 +1,7 @@
 """The start of a stage from what peers have on their disks, after all peers of the run have ended.
 
-Whoever comes first offers what is intact on its disk, of whatever stage, in its record. When every stage is offered,
-each stage goes on from the newest checkpoint that all have (``agreement``), wherever it is.
+Peers that cannot join yet offer the intact checkpoints on their disks, of whatever stage, in their records. When every
+stage is offered, each stage goes on from the newest checkpoint that all stages have (``agreement``), wherever it is.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from swarm_training.run.standing import now
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.resume.agreement import StartingPoint, agreed, lacking
 
-SETTLE_S = 5.0  # without a new offer, until the best of them is taken: slower machines may have a newer checkpoint
-PATIENCE_S = 30.0  # instead, if some stage has a newer checkpoint already
+SETTLE_S = 5.0  # the time without a new offer before the best one is taken: slow machines may have a newer checkpoint
+NEWER_S = 30.0  # this time if some stage already offers a newer checkpoint than those that all stages have
 _SAY_AGAIN_S = 60.0
 Download = Callable[[Kept, Sequence[Progress]], Awaitable[StateFile | None]]
 _logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Resuming:
         if point is None:
             return None
         known = [kept for kept in offers[self._index] if point.has(kept)]
-        for kept in dict.fromkeys(known):
+        for kept in known:
             data = await self._in_thread(partial(self._peer.stored.read, kept.state_digest))
             data = data or await self._download(kept, self._holders(kept))
             if data is not None:
@@ -114,7 +114,7 @@ class Resuming:
         ``waited_s``: the time without a new offer."""
         point = agreed(offers)
         if point is None:
-            if self.is_awaited() and waited_s >= SETTLE_S:  # before, it reads what is on its own disk
+            if self.is_awaited() and waited_s >= SETTLE_S:  # until then, peers still read their disks
                 checkpoints = self._peer.stored.directory or "those of the other peers"
                 self._say(
                     f"the run goes on from checkpoints when each stage has one: {lacking(offers)}. To start over, "
@@ -123,10 +123,10 @@ class Resuming:
             return None
         if point.newest_step == point.step:
             return point if waited_s >= SETTLE_S else None
-        if waited_s < PATIENCE_S:
+        if waited_s < NEWER_S:
             self._say(
                 f"the run goes on from step {point.step}, the newest of which each stage has a checkpoint, unless "
-                f"those of step {point.newest_step} come within {PATIENCE_S:.0f} s"
+                f"those of step {point.newest_step} come within {NEWER_S:.0f} s"
             )
             return None
         return point
@@ -145,7 +145,8 @@ class Resuming:
             best = _newest_in(own, [kept + others for kept, others in zip(shown, offered, strict=True)])
         if best is None:
             return None
-        rollbacks = newest.rollbacks - (best.step == newest.step)  # they stand there: no rollback is needed
+        # The run is founded with one rollback more. Stages that stand at this step have made theirs already.
+        rollbacks = newest.rollbacks - (best.step == newest.step)
         skipped = max(peer.skipped_batches for _, peers in stages for peer in peers)
         rollbacks = max(rollbacks, self._most_rollbacks)
         return StartingPoint(best.step, best.lineage.born, rollbacks, skipped, newest_step=best.step)
@@ -177,7 +178,8 @@ class Resuming:
 
 
 def _newest_in(own: Sequence[Kept], others: Sequence[Sequence[Kept]]) -> Kept | None:
-    """Return the newest of these checkpoints that all other stages have one for; None if there is none."""
+    """Return the newest of the ``own`` checkpoints that belongs together with one of each other stage; None if there is
+    none."""
     theirs = [{(kept.step, kept.lineage.born) for kept in stage} for stage in others]
     common = (kept for kept in own if theirs and all((kept.step, kept.lineage.born) in stage for stage in theirs))
     return max(common, key=lambda kept: (kept.step, kept.lineage.born), default=None)

@@ -81,7 +81,7 @@ class SharedGradients:
         return None
 
     def _with_sum(self, gradient: Tensor, data: bytes) -> Tensor:
-        theirs = torch.frombuffer(bytearray(data), dtype=gradient.dtype)
+        theirs = torch.frombuffer(bytearray(data), dtype=gradient.dtype)  # torch warns of memory that is read-only
         result, at = gradient.clone(), 0
         for start, stop in self.spans:
             result[start:stop] += theirs[at : at + stop - start]

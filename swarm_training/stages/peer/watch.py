@@ -31,7 +31,7 @@ _TIMEOUT_S = 3.0  # the time limit beyond ``_WAIT_S``
 _PAUSE_S = 0.01  # between two calls of one peer, so that it collects news that can wait
 _RETRY_S = 0.25
 _LOOK_S = 0.2
-_READ_S, _READ_ALONE_S = 15.0, 1.0
+_READ_S, _READ_ALONE_S = 15.0, 1.0  # between two reads of the DHT, if peers of the stage are known, and if none is
 _UNMENTIONED_S = 2.0  # two heartbeats: a peer that does not mention another one for so long may be cut off from it
 _MAX_RELAYED = 64  # records in one call
 _logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class _Mentions:
     def __init__(self, now: float) -> None:
         self._began_s = now
         self._mentioned_s: dict[str, float] = {}
-        self._relayed: dict[str, bytes] = {}  # by peer: the last record, which is no news when it comes back
+        self._relayed: dict[str, bytes] = {}  # by peer: the last record sent, which is no news when it comes back
 
     def note(self, records: Iterable[pb.SignedProgress], now: float) -> None:
         for record in records:
@@ -207,11 +207,13 @@ class _Mentions:
 
     def lacking(self, callee: str, table: ProgressTable, now: float) -> list[pb.SignedProgress]:
         """Return the records of peers that have been heard of, but that this peer has not mentioned lately."""
-        found = []
+        found: list[pb.SignedProgress] = []
         for record in table.heard(now):
+            if len(found) == _MAX_RELAYED:
+                break
             signed = table.signed_of(record.peer_id)
             is_mentioned = now - self._mentioned_s.get(record.peer_id, self._began_s) <= _UNMENTIONED_S
             if record.peer_id != callee and signed is not None and not is_mentioned:
                 self._relayed[record.peer_id] = signed.progress
                 found.append(signed)
-        return found[:_MAX_RELAYED]
+        return found

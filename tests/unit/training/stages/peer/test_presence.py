@@ -22,12 +22,14 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
+from swarm_training.core.record import JOINING
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, ModeratorOrder
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.net.membership import RunMembership
 from swarm_training.progress import gossip
 from swarm_training.progress.board import DhtPeerRegistry
+from swarm_training.run.standing import now
 from swarm_training.run.state import TrainedState
 from swarm_training.stages.peer import presence, resuming, watch
 from swarm_training.stages.peer.presence import StageOfRun, StagePresence, WatchPresence
@@ -57,11 +59,12 @@ async def enter(
     disk: Path | None = None,
     board: DhtPeerRegistry | None = None,
     encoder: ErrorFeedback | None = None,
+    num_micro_batches: int = MICRO_BATCHES,
 ) -> tuple[StagePresence, ToyStage]:
     stage = ToyStage(index, STAGES)
     config = replace(CONFIG, host="127.0.0.1", lasting_directory=disk, checkpoint_every=1, checkpoints_kept=11)
     state = TrainedState(stage.parameters, optimizer_of(stage), Plain(), config.common)
-    where, member = StageOfRun("toy", index, STAGES, MICRO_BATCHES), member_of(number, initial_peers, organiser)
+    where, member = StageOfRun("toy", index, STAGES, num_micro_batches), member_of(number, initial_peers, organiser)
     own = OwnStage(index, state, ToySums(stage))
     entered = await StagePresence.enter(where, member, config, own, board=board, look_s=LOOK_S, encoder=encoder)
     return entered, stage
@@ -90,6 +93,17 @@ async def test_a_stage_averages_with_the_encoder_that_it_is_given() -> None:
     entered, _ = await enter(0, 0, [], encoder=encoder)
     assert entered.stage_peer.peer._averager._coding.encoder is encoder
     await entered.leave()
+
+
+async def test_a_peer_that_cannot_join_ends_its_tasks_and_says_that_it_has_left() -> None:
+    first, _ = await enter(0, 0, [])
+    before = {task.get_name() for task in asyncio.all_tasks()}
+    with pytest.raises(ValueError, match="expected the same"):
+        await enter(0, 1, first.addresses, num_micro_batches=2 * MICRO_BATCHES)
+    assert not first.stage_peer.peer.table.heard(now(), {JOINING})
+    running = [task for task in asyncio.all_tasks() if task.get_name() not in before]
+    assert not [task for task in running if "Gossip" in repr(task.get_coro())]
+    await first.leave()
 
 
 async def test_a_moderator_bans_by_the_name_of_the_run() -> None:
