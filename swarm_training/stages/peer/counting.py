@@ -109,8 +109,8 @@ class Counting:
         drift: StageDrift | None = None,
         compute: InThread | None = None,
     ) -> None:
-        """Start without micro-batches. ``counts_elsewhere``: returns whether another peer of the stage has a micro-batch
-        by its record. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
+        """Start without micro-batches. ``counts_elsewhere``: returns whether a mate has a micro-batch, as its record
+        says. ``on_change``: called when ``done`` has grown, or an answer is not finite. ``drift``: that of the
         weights, if there are local steps. ``compute``: calls a function in the compute thread; given with ``drift``."""
         self.done: frozenset[int] = frozenset()  # the micro-batches in the sums, or in the weights by local steps
         self.changing = asyncio.Lock()  # the lock that is held while sums or weights change

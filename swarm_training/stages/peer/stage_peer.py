@@ -1,4 +1,5 @@
-"""A stage peer: it counts micro-batches, averages with its mates when they have all, and steps when all stages do."""
+"""A stage peer: it counts micro-batches, averages with its mates once they have all of a batch, and steps with all
+stages."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     from swarm_training.stages.engine.accumulator import Accumulator
 
 T = TypeVar("T")
-LOOK_S = 5.0
-_STRANDED_S = 5.0
+LOOK_S = 5.0  # the time for which a joining peer looks for mates before it founds the stage
+_STRANDED_S = 5.0  # the time for which a stage is stranded before it goes back to a checkpoint
 _TICK_S = 0.25  # the longest wait without news: other peers may have become silent, for instance
 _logger = logging.getLogger(__name__)
 
@@ -100,14 +101,14 @@ class StagePeer:
         self._state = stage.state
         self._news = asyncio.Event()
         local = stage.local
-        # A local step knows the gradient of its own stage alone, and replaces the weights that an evaluation needs.
+        # A local step has the gradient of its own stage alone, and replaces the weights that an evaluation needs.
         assert local is None or not (shared or stage.state.max_norm or peer.evaluator.policy.every)
         drift = None if local is None else StageDrift(stage.sums, stage.state, local)
         self.counting = Counting(stage.sums, in_thread, self._counts_at_mates, self._news.set, drift, compute)
         self._dtype = codec_of(codec).dtype
         self._compute = compute
         self._in_thread = in_thread
-        self._reported: frozenset[int] = frozenset()  # micro-batches
+        self._reported: frozenset[int] = frozenset()  # the micro-batches in this peer's record
         self._speed = ComputeSpeed()
         self._has_warned = False
         self._warned_of: Moment | None = None
@@ -189,9 +190,9 @@ class StagePeer:
 
     async def join(self, look_s: float = LOOK_S) -> None:
         """Take over the state of the stage from a mate. If none is found for ``look_s``, the first joining peer by id
-        founds the stage. It begins with what it has if no stage has taken a step, else from a checkpoint. A silent peer
-        that has not evidently ended is waited for, for a minute. If peers have checkpoints of an earlier life of the
-        run on their disks, it goes on from those, see ``Resuming``.
+        founds the stage. It begins with what it has if no stage has taken a step, else from a checkpoint. Before, it
+        waits up to a minute for a silent mate that has not evidently ended. If peers have checkpoints of an earlier
+        life of the run on their disks, it goes on from those, see ``Resuming``.
 
         Raises:
             ValueError: the others train another model, or a checkpoint is of another model.
@@ -293,14 +294,15 @@ class StagePeer:
             await table.changed_since(counter, inf)
 
     async def _wait(self) -> None:
-        """Wait for news, which may be none."""
+        """Wait for news, or for ``_TICK_S`` if there is none."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_TICK_S):
                 await self._news.wait()
         self._news.clear()
 
     async def _advance(self) -> None:
-        """Do what follows from the news."""
+        """Take the next step that follows from the records of all peers: what makes this peer's state or sums useless
+        comes before what uses them."""
         self.peer.require_admitted()
         if self.peer.is_aside:
             await self._try_to_take_part()
@@ -330,8 +332,8 @@ class StagePeer:
                     self._is_averaging = False
 
     async def _follow_local_steps(self) -> None:
-        """Have a due local step taken while nothing else is computed. Otherwise the next job begins with it: nothing
-        here waits for the requests that are queued, as mates and trainers must hear of commits meanwhile."""
+        """Take a due local step if nothing else is computed. Otherwise the next request begins with the step. Nothing
+        here waits for queued requests, since mates and trainers must hear of commits meanwhile."""
         if self.counting.is_behind and not self._num_computing:
             await self._compute(self.counting.catch_up)
         await self.counting.discard_failed()
@@ -343,7 +345,7 @@ class StagePeer:
             await self._in_thread(self.evaluation.write)
 
     async def _stand_aside(self) -> None:
-        """Let others go on without this peer: they know of each other, but cannot call each other to average."""
+        """Let the others go on without this peer, which they know, but cannot average with: some cannot be called."""
         _logger.warning("other peers of stage %d cannot be called: this peer waits until they can", self.index)
         self.peer.stand_aside()
         await self.counting.discard()
@@ -351,7 +353,7 @@ class StagePeer:
     async def _try_to_take_part(self) -> None:
         """Take part again, unless peers that are still heard of cannot be called."""
         if self.peer.calls_all and not (await self.peer.is_lost() and await self.load()):
-            self.peer.take_part()
+            self.peer.take_part()  # a peer that has loaded a state takes part already
 
     def _note_skipped(self) -> None:
         """Take over the number of batches that other peers have skipped by rollbacks."""
@@ -367,7 +369,7 @@ class StagePeer:
     async def _report(self) -> None:
         done, losses = self.counting.done, self.counting.loss()
         if done == self._reported and (losses[0] != inf or self.peer.own.loss == inf):
-            return
+            return  # nothing is new: no micro-batch, and no infinite loss
         await self.peer.measure(len(done - self._reported), self._speed.per_s)
         self._reported = done
         await self.peer.report_micro_batches(done, *losses)
@@ -382,7 +384,7 @@ class StagePeer:
         """Average with all of the stage, and step when all stages may."""
         with self.counting.closed():
             vector = await self.counting.vector(self._dtype)
-            await self._report()
+            await self._report()  # once more, as a last local step may have failed
             losses = self.counting.loss()
             decided = await self._decision(vector)
             del vector  # its memory is for the optimizer's gradient
@@ -396,7 +398,8 @@ class StagePeer:
                         await self._step(decided, gradient, norm, *losses)
 
     async def _decision(self, vector: Tensor) -> Averaged | WentBack | None:
-        """Return what the stage decides; None too if another stage goes back meanwhile: this one may wait in vain."""
+        """Return what the stage decides; None if it decides nothing. None also if another stage goes back meanwhile, or
+        this peer is cut off: mates that it would wait for may never come."""
         averaging = asyncio.ensure_future(self.peer.average(vector))
         try:
             while not averaging.done():
@@ -406,21 +409,22 @@ class StagePeer:
                 try:
                     await asyncio.wait([averaging, waiting], return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    waiting.cancel()
+                    waiting.cancel()  # the next wait sees its news: it clears them only at its end
             return averaging.result()
         finally:
             await end_tasks([averaging])
 
     async def _hold(self, averaged: Averaged) -> None:
-        """Publish that this peer holds its stage's average. The norm follows if another stage has a part of it."""
+        """Publish that this peer holds its stage's average. If another stage has a part of it, the norm follows once
+        that part is here."""
         if self._shared is not None:
             self.peer.hold(averaged, await self._shared.offer(averaged))
         else:
             self.peer.hold(averaged, squared_norm=await self._squared_norm(averaged.gradient))
 
     async def _squared_norm(self, gradient: Tensor) -> tuple[float, ...]:
-        """Return the squared norm of this stage's gradient, empty if the run does not clip. Of two stages that share
-        parameters, the first one counts them."""
+        """Return the squared norm of this stage's gradient, empty if the run does not clip. If two stages share
+        parameters, only the first stage counts them."""
         if not self._state.max_norm:
             return ()
         counted_elsewhere = () if self._shared is None or self.index < self._shared.other else self._shared.spans
@@ -469,7 +473,7 @@ class StagePeer:
         self.peer.withdraw_offers()
 
     async def _accept_rollback(self, back: WentBack) -> None:
-        """Go back as this stage has decided. The batches since that checkpoint, this one too, are skipped."""
+        """Go back as this stage has decided. The batches since that checkpoint are skipped, up to that of this step."""
         group = back.group
         skipped = self.peer.own.skipped_batches + group.step + 1 - group.next_moment.step
         self._first_batch = group.next_moment.step + skipped
@@ -478,7 +482,8 @@ class StagePeer:
         await self.peer.went_back(back, digest, skipped)
 
     def _is_stranded(self) -> bool:
-        """Return whether the stage is stranded for a while: news of the average's holders may be on their way."""
+        """Return whether the stage has been stranded for ``_STRANDED_S``: news of peers that hold the average may be on
+        the way until then."""
         if not barrier.is_stranded(self.watch.view(), self.index, self._state.moment):
             self._stranded_s = None
             return False
@@ -497,8 +502,10 @@ class StagePeer:
         await self._go_back(Moment(self._state.moment.rollbacks + 1, step))
 
     async def _go_back(self, moment: Moment) -> bool:
-        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait. If this
-        is further back than the run went when it diverged, more batches are skipped, so that none of those comes again.
+        """Go back to the checkpoint of that step; return False if this peer must load a mate's state, or wait.
+
+        If the run has diverged before, and now goes back further, more batches are skipped: those with which it
+        diverged must not come again.
         """
         kept = self.peer.rollbacks.kept
         known = kept.digests().get(moment.step)
@@ -519,7 +526,7 @@ class StagePeer:
                 )
             return False
         digest = await self._take_over(partial(self._state.load, moment, data))
-        _logger.warning("the run goes back to step %d, as a stage was lost, or has decided so", moment.step)
+        _logger.warning("the run goes back to step %d, because a stage was lost or has decided it", moment.step)
         skipped = max(self.peer.own.skipped_batches, self._first_batch - moment.step)
         await self.peer.go_back(moment, digest, skipped)
         await self._compute(partial(self.peer.checkpoints.keep, digest, born))
@@ -535,7 +542,7 @@ class StagePeer:
             self.counting.clear(self._state.step, is_next)
             return self._state.digest()
 
-        async with self.counting.changing:
+        async with self.counting.changing:  # no commit may come between the new state and the empty sums
             digest: bytes = await self._compute(changed)
             self.counting.forget()
             self._reported = frozenset()
