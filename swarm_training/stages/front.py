@@ -23,10 +23,8 @@ from swarm_training.runfile.reading import read_run_file
 from swarm_training.runfile.settings import RunFile
 from swarm_training.stages.commands.building import require_stages, stage_source
 from swarm_training.stages.commands.exporting import export_run
-from swarm_training.stages.commands.inference import after_last_step
 from swarm_training.stages.commands.looking import look
 from swarm_training.stages.commands.running import carry_out, device_named
-from swarm_training.stages.commands.serving import serve
 from swarm_training.stages.commands.training import train_run
 from swarm_training.stages.placement.spans import spans_of_stages, stage_with
 from swarm_training.stages.routing.run_stages import stage_run
@@ -36,6 +34,8 @@ say = partial(print, flush=True)
 
 def serve_stage(args: argparse.Namespace) -> Command:
     """Return what ``swarm server`` with ``--train`` was asked for. Raises ValueError if a flag is wrong."""
+    from swarm_training.stages.commands.inference import after_last_step  # late, as ``serve`` below
+
     file = read_run_file(args.train)
     require_stages(file)
     if args.blocks is not None and args.initial_blocks is not None:
@@ -59,7 +59,7 @@ def _hold_blocks(
     reports: Sequence[OpenReporter],
     **options: Any,
 ) -> Command:
-    """Return the command that holds the stage with these blocks, else as ``hold`` does."""
+    """Return the command that holds the stage with these blocks; None: the stage that limits the run. See ``hold``."""
     require_stages(file)
     index = None
     if blocks is not None:
@@ -77,8 +77,10 @@ def hold(
     reports: Sequence[OpenReporter] = (),
     **options: Any,
 ) -> Command:
-    """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``options``: see
-    ``serve``."""
+    """Return the command that holds a stage. ``reports``: where the numbers of each step go. ``index``, ``options``:
+    see ``serve``."""
+    from swarm_training.stages.commands.serving import serve  # late: it imports servers, which watching a run does not
+
     options["memory_bytes"] = None if memory is None else parse_size(memory)
     named = device_named(device)
 
@@ -97,7 +99,7 @@ def _opened(reports: Sequence[OpenReporter], file: RunFile) -> Iterator[StepRepo
 
 
 def _until_stopped(hold: Command) -> Command:
-    """Return a command without an error at its end: a server that ends after a signal has done what it should."""
+    """Return the command without an error at its end after a signal: ``swarm server`` ends so without ``--train``."""
 
     def run() -> None:
         try:
@@ -133,7 +135,6 @@ def export(file: RunFile, who: Joining, directory: Path, averaged: bool, best: b
 
 
 def _stage_runs(file: RunFile, who: Joining) -> list[Joining]:
-
     size = require_stages(file)
     names = [stage_run(file.run.name, stage) for stage in range(file.stages.count)]
     return [replace(who, run=name, target_batch_size=size) for name in names]

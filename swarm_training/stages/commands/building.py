@@ -72,22 +72,22 @@ def require_stages(file: RunFile) -> int:
     others = replace(averaging, codec="fp32", error_feedback=False, straggler_s=0.0)
     if others != AveragingSettings() or (averaging.error_feedback and not file.local.batch_size):
         raise ValueError(
-            "a run in stages counts exactly: expected none but `codec`, `straggler_s` and, with [local], "
-            "`error_feedback` under [averaging]"
+            "a run in stages counts each micro-batch exactly: expected nothing under [averaging] but `codec`, "
+            "`straggler_s` and, with [local], `error_feedback`"
         )
     return file.stages.num_micro_batches(file.run.target_batch_size)
 
 
 def lasting_directory(file: RunFile) -> Path | None:
-    """Return the directory in which this machine keeps the checkpoints of all stages; None: in temporary ones. Those
-    with local steps have another optimizer, hence another directory."""
+    """Return the directory in which this machine keeps the checkpoints of all stages; None: it has only temporary ones.
+    With local steps, checkpoints are of another optimizer, and in a directory of their own."""
     run, suffix = file.run, "-with-local-steps" if file.local.batch_size else ""
     return Path(run.checkpoints) / run.name / f"{file.stages.count}-stages{suffix}" if run.checkpoints else None
 
 
 def require_same_count(file: RunFile) -> None:
-    """Raise ValueError if there are checkpoints of the run with another number of stages, or with local steps where the
-    run file has none, or without."""
+    """Raise ValueError if there are checkpoints of the run with another number of stages. Raise it too if they are with
+    local steps and the run file is without, or the other way round."""
     directory = lasting_directory(file)
     if directory is None or directory.exists():
         return

@@ -141,6 +141,7 @@ def require_new(directory: Path) -> None:
 def plans(stages: Sequence[Sequence[Progress]], step: int | None = None, best: bool = False) -> list[CollectionPlan]:
     """Return the plans for all stages of one step, newest first; current states come before checkpoints of it.
     ``best``: the step is that with the lowest loss on held-out data."""
+    # Checkpoints that peers show are of the run since its last rollback, since they discard what a rollback undoes.
     life = max((peer.rollbacks for stage in stages for peer in stage), default=0)
     now = [[(peer.moment, Source(peer, peer.state_digest, False)) for peer in stage] for stage in stages]
     stored = [
@@ -191,7 +192,8 @@ def write(
     directory: Path,
     averaged: bool = False,
 ) -> None:
-    """Write a plan's checkpoint or adapter; ``averaged``: as for ``collect``. Call it in a thread: it takes long."""
+    """Write a plan's checkpoint or adapter; ``averaged``: as for ``collect``. Call it in a thread, since it takes
+    long."""
 
     def parts() -> Iterator[Mapping[str, Tensor]]:
         for index, giver in enumerate(plan.sources):

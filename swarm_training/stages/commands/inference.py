@@ -174,7 +174,7 @@ def _places(directory: Path) -> Iterator[Path]:
 async def _run(server: Server) -> None:
     running = asyncio.ensure_future(server.run())
     try:
-        await asyncio.shield(running)
+        await asyncio.shield(running)  # after ``stop``, a server ends by itself, once its sessions have ended or moved
     except asyncio.CancelledError:
         server.stop()
         if not server.ready:

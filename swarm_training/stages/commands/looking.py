@@ -37,8 +37,8 @@ from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.routing.run_stages import RunStages
 
 _FOLLOW_S = 0.2
-_AFTER_ERROR_S = 60.0  # so that an error that stays does not fill the log
-_FIRST_S = 5.0  # the first look waits so long until every stage has a peer
+_AFTER_ERROR_S = 60.0  # an error that stays must not fill the log
+_FIRST_S = 5.0  # the longest wait of the first look until every stage has a peer
 _logger = logging.getLogger(__name__)
 
 
@@ -129,9 +129,9 @@ def _samples_of(stage: StageView, moment: Moment, size: int) -> int:
 
 
 class StagesFollower:
-    """The follower of one run in stages, who learns the loss of each step from the records of the last stage's peers.
+    """The follower of one run in stages, which learns the loss of each step from the records of the last stage's peers.
 
-    The records come one after the other, so the loss of a step is known exactly once they cover all its micro-batches.
+    The records come one after the other. The loss of a step is exact once they cover all its micro-batches.
     """
 
     def __init__(self, file: RunFile, reports: StepReports | None, say: Say) -> None:
@@ -175,7 +175,7 @@ class CurveFiles:
     """The files of the loss curve, which lie beside the checkpoints of all stages and are renewed with them."""
 
     def __init__(self, directory: Path | None, file: RunFile, say: Say) -> None:
-        """``directory``: that of the checkpoints; None: there are no files."""
+        """Set up the files. ``directory``: that of the checkpoints; None: there are no files."""
         self._directory, self._run, self._say = directory, file.run.name, say
         self._every = [each for each in (file.run.checkpoint_every, file.evaluation.every) if each]
         self._written = (0, EvaluationHistory())  # the last due step, and the losses on held-out data

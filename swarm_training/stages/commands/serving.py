@@ -178,8 +178,8 @@ class _Serving:
         stage, services = built.stage, list[StagesService]()
         self.say(f"stage {index} of {place.num_stages}: blocks {stage.span}, {stage.num_trained} parameters")
         self.say(f"memory {built.memory}")
-        if waits := self.is_new and self._has_checkpoints():
-            await self._say_address()
+        if waits := self.is_new and await asyncio.to_thread(self._has_checkpoints):
+            await self._say_address()  # before the peer has joined: it may wait for others, who need the address
             self.say("the run goes on from checkpoints on the disks of its peers, once each stage has one")
         presence = await StagePresence.enter(
             place,
@@ -216,7 +216,7 @@ class _Serving:
         self.say(f"others join by: --initial-peers {' '.join(await self.board.addresses())}")
 
     def _has_checkpoints(self) -> bool:
-        """Return whether this machine has checkpoints: the peer may wait for others then, until it has joined."""
+        """Return whether this machine has checkpoints. If so, the peer may have to wait for peers of other stages."""
         stored = StoredCheckpoints(self.config.lasting_directory, digest_of)
         return any(not offered.kept.is_beginning for offered in stored.files(self.place.num_stages).values())
 
@@ -256,7 +256,8 @@ class _Serving:
             return moved_to
         assert after is not None, "a peer that stays is there until it is cancelled"
         moment = peer.watch.view().moment
-        after = replace(after, step=min(after.step, after.step if moment is None else moment.step))
+        if moment is not None:
+            after = replace(after, step=min(after.step, moment.step))  # the run may have ended before the planned step
         host = self.config.host, self.config.announce_host
         here = InferenceContext(stage, peer.watch, presence.network, presence.addresses, *host)
         await _first_of([presence.wait(), serve_trained(self.file, after, here, self.say)])

@@ -115,7 +115,7 @@ def settings(**stages: object) -> RunFile:
 
 def test_what_counts_exactly_cannot_be_compressed_with_memory_nor_copied_to_the_hub() -> None:
     assert require_stages(settings()) == 3
-    with pytest.raises(ValueError, match="counts exactly"):
+    with pytest.raises(ValueError, match="counts each micro-batch exactly"):
         require_stages(replace(settings(), averaging=AveragingSettings(codec="int8", error_feedback=True)))
     with pytest.raises(ValueError, match="hub is 'ada/run': expected none in a run in stages"):
         require_stages(replace(settings(), run=replace(settings().run, hub="ada/run")))
@@ -130,7 +130,10 @@ def local(**stages: object) -> RunFile:
 def test_what_local_steps_change_of_a_run_in_stages(tmp_path: Path) -> None:
     averaging = AveragingSettings(codec="2bit", error_feedback=True)
     assert require_stages(replace(local(), averaging=averaging)) == 3
-    with pytest.raises(ValueError, match=r"none but `codec`, `straggler_s` and, with \[local\], `error_feedback`"):
+    with pytest.raises(
+        ValueError,
+        match=r"nothing under \[averaging\] but `codec`, `straggler_s` and, with \[local\], `error_feedback`",
+    ):
         require_stages(replace(local(), averaging=AveragingSettings(delay=True)))
     assert training_config(settings()).straggler_s == 5 and training_config(local()).straggler_s == 600
     assert training_config(replace(local(), averaging=AveragingSettings(straggler_s=7))).straggler_s == 7

@@ -22,6 +22,7 @@ from swarm_training.core.moment import Moment
 from swarm_training.core.record import HeldOutLoss, Progress
 from swarm_training.ledger.ledger import Ledger, LedgerLimits
 from swarm_training.stages import front
+from swarm_training.stages.commands import serving
 from swarm_training.stages.commands.inference import Afterwards
 from swarm_training.stages.commands.looking import view_of
 from swarm_training.stages.placement.spans import costs_of, spans_of_stages
@@ -128,7 +129,7 @@ def test_what_was_asked_for_is_what_is_served(run_file: str, monkeypatch: pytest
     async def serve(file: Any, who: Any, index: Any, say: Any, device: str, **options: Any) -> None:
         asked.append((file.run.name, index, device, options, who.address))
 
-    monkeypatch.setattr(front, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     where = PeerAddress("127.0.0.1", 0, 5, "me")
     flags = [
         "--train",
