@@ -1,1 +1,1 @@
-"""The names of experts, configuration, and the data types that all other packages use."""
+"""The names of experts, the configuration, and the data types that all other rooms use."""

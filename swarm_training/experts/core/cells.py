@@ -18,14 +18,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def check_name(name: str) -> str:
     """Return the name of a mixture. Raise ValueError if it is not valid."""
     if not _NAME.fullmatch(name):
-        raise ValueError(f"the name {name!r} of a mixture: expected 1 to 64 letters, digits, hyphens or underscores")
+        raise ValueError(f"{name!r} is no name of a mixture: expected 1 to 64 letters, digits, hyphens or underscores")
     return name
 
 
 def check_grid(grid: Sequence[int]) -> tuple[int, ...]:
     """Return the grid. Raise ValueError if it is not valid."""
     if not 1 <= len(grid) <= MAX_DIMS or not all(1 <= size <= MAX_SIZE for size in grid):
-        raise ValueError(f"the grid {tuple(grid)}: expected 1 to {MAX_DIMS} sizes, each from 1 to {MAX_SIZE}")
+        raise ValueError(f"the grid is {tuple(grid)}: expected 1 to {MAX_DIMS} sizes, each from 1 to {MAX_SIZE}")
     return tuple(grid)
 
 

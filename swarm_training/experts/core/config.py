@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from swarm_training.experts.core.cells import Cell, check_grid, check_name, is_in, num_cells
 
 WIRE_VERSION = 2
 MAX_HIDDEN = 1 << 16
-# Of one encoded tensor in a call: two of them fit in a message, with little else.
-MAX_CALL_BYTES = 768 * 1024
+MAX_CALL_BYTES = 768 * 1024  # of one encoded tensor: a message has room for two, since a backward pass sends two
 FLOAT_BYTES = 4
-MAX_KEEPERS = 8  # of one expert
+MAX_KEEPERS = 8  # of one expert's replicas
 
 
 def max_rows(hidden: int) -> int:
@@ -101,28 +101,31 @@ class ExpertServerConfig:
     def __post_init__(self) -> None:
         check_name(self.name)
         check_grid(self.grid)
-        if not 1 <= self.hidden <= MAX_HIDDEN:
-            raise ValueError(f"hidden is {self.hidden}: expected 1 to {MAX_HIDDEN}")
-        if not 1 <= self.num_experts <= num_cells(self.grid):
-            raise ValueError(
-                f"{self.num_experts} experts: expected 1 to {num_cells(self.grid)}, the number of cells of the grid"
-            )
-        self._check_training()
+        self._require(1 <= self.hidden <= MAX_HIDDEN, "hidden", f"1 to {MAX_HIDDEN}")
+        if not 1 <= self.num_experts <= (most := num_cells(self.grid)):
+            raise ValueError(f"{self.num_experts} experts: expected 1 to {most}, the number of cells of the grid")
+        self._require(0 <= self.learning_rate < inf, "learning_rate", "a number of at least 0")
+        self._require(self.max_grad_norm > 0, "max_grad_norm", "a number above 0")
+        self._require(self.max_batch_rows >= 1, "max_batch_rows", "at least 1")
+        self._require(self.max_queued_rows >= 1, "max_queued_rows", "at least 1")
+        self._require(0 < self.lifetime_s <= 120, "lifetime_s", "seconds above 0, up to 120")
+        self._require(0 <= self.window_s < self.lifetime_s, "window_s", f"0 to less than {self.lifetime_s}")
+        for name in ("save_every_s", "replicate_every_s", "adopt_after_s"):
+            self._require(getattr(self, name) > 0, name, "seconds above 0")
+        self._require(0 <= self.replicas <= MAX_KEEPERS, "replicas", f"0 to {MAX_KEEPERS}")
+        self._require(self.replica_bytes >= 0, "replica_bytes", "at least 0")
+        self._require(self.adopt >= 0, "adopt", "at least 0")
         self._check_network()
-        if not (0 <= self.window_s < self.lifetime_s <= 120 and self.save_every_s > 0):
-            raise ValueError("window, lifetime (up to 120) and time between saves: expected seconds above 0")
         self._check_cells()
-        self._check_replicas()
 
-    def _check_training(self) -> None:
-        if not (0 <= self.learning_rate < float("inf") and self.max_grad_norm > 0):
-            raise ValueError("learning rate and norm of gradients: expected a number of at least 0, and one above 0")
-        if min(self.max_batch_rows, self.max_queued_rows) < 1:
-            raise ValueError("rows of a batch and of the queue: expected at least 1")
+    def _require(self, is_valid: bool, name: str, expected: str) -> None:
+        """Raise ValueError unless the setting of this name is valid; ``expected`` says which values are."""
+        if not is_valid:
+            raise ValueError(f"{name} is {getattr(self, name)}: expected {expected}")
 
     def _check_network(self) -> None:
-        if not all(0 <= port < 1 << 16 for port in (self.port, self.dht_port)):
-            raise ValueError(f"ports {self.port} and {self.dht_port}: expected 0 to 65535")
+        for name in ("port", "dht_port"):
+            self._require(0 <= getattr(self, name) < 1 << 16, name, "0 to 65535")
         if self.announce_host is not None and not (self.port and self.dht_port):
             raise ValueError("an address is announced: expected ports that are not 0, for the service and for the DHT")
         if self.announce_host is None and self.host.strip("[]") in ("0.0.0.0", "::"):
@@ -130,14 +133,6 @@ class ExpertServerConfig:
 
     def _check_cells(self) -> None:
         if not all(is_in(cell, self.grid) for cell in self.cells) or len(set(self.cells)) != len(self.cells):
-            raise ValueError(f"cells of experts: expected different ones of the grid {self.grid}")
+            raise ValueError(f"cells are {self.cells}: expected different ones of the grid {self.grid}")
         if self.cells and len(self.cells) != self.num_experts:
             raise ValueError(f"{len(self.cells)} cells for {self.num_experts} experts: expected as many")
-
-    def _check_replicas(self) -> None:
-        if not 0 <= self.replicas <= MAX_KEEPERS or min(self.replica_bytes, self.adopt) < 0:
-            raise ValueError(
-                f"replicas: expected 0 to {MAX_KEEPERS}, and at least 0 for the memory and for experts to adopt"
-            )
-        if not (self.replicate_every_s > 0 and self.adopt_after_s > 0):
-            raise ValueError("time between replicas, and before experts are adopted: expected seconds above 0")

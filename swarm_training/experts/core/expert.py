@@ -14,8 +14,8 @@ _SPARE_BYTES = 1 << 20
 
 
 class Expert:
-    """A module that is trained with Adam; used by one thread at a time. ``num_steps``: its version: the number of
-    optimizer steps, including those before it was loaded."""
+    """A module that is trained with Adam; used by one thread at a time. ``num_steps``: the number of optimizer steps,
+    including those before it was loaded. It is the version of the expert's state."""
 
     def __init__(self, module: nn.Module, learning_rate: float, max_grad_norm: float) -> None:
         self.module = module

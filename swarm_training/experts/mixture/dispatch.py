@@ -99,7 +99,7 @@ class Dispatcher:
             todo = np.flatnonzero(answered.sum(1).numpy() < self._config.k_min)
             if not len(todo):
                 break
-            self._directory.forget()
+            self._directory.forget()  # cells may have other servers by now
         if len(todo):
             raise problem if isinstance(problem, AccessDenied) else self._too_few(len(todo), len(rows), problem)
         calls = self._planned(cells, answered.numpy(), holders.get)
@@ -160,8 +160,9 @@ class Dispatcher:
         if not len(rows):
             return []
         named, numbers = np.unique(cells[rows, slots], axis=0, return_inverse=True)
-        order = np.argsort(numbers.reshape(-1), kind="stable")
-        ends = np.cumsum(np.bincount(numbers.reshape(-1), minlength=len(named)))
+        numbers = numbers.reshape(-1)  # NumPy 2.0 returns them with another dimension
+        order = np.argsort(numbers, kind="stable")
+        ends = np.cumsum(np.bincount(numbers, minlength=len(named)))
         calls = []
         for coordinates, places in zip(named.tolist(), np.split(order, ends[:-1]), strict=True):
             cell = tuple(coordinates)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-_NOTHING = -1e30  # a score that softmax makes 0; with minus infinity, a row without other scores would give NaN
-
 
 def scores_of(cells: torch.Tensor, scores: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [rows, k]: the sum of each cell's scores.
@@ -22,7 +20,7 @@ def scores_of(cells: torch.Tensor, scores: Sequence[torch.Tensor]) -> torch.Tens
 
 def weights_of(chosen: torch.Tensor, answered: torch.Tensor) -> torch.Tensor:
     """Return [rows, k]: the softmax over the experts that have answered, so that their weights add up to 1."""
-    return chosen.masked_fill(~answered, _NOTHING).softmax(1) * answered
+    return _softmax_of(chosen, answered) * answered
 
 
 def balance_loss(
@@ -36,8 +34,14 @@ def balance_loss(
     losses = []
     for level, (own, alive) in enumerate(zip(scores, living, strict=True)):
         alive = alive.to(own.device)
-        probabilities = own.masked_fill(~alive, _NOTHING).softmax(1).mean(0)
+        probabilities = _softmax_of(own, alive).mean(0)
         used = cells[:, :, level][answered]
         shares = torch.bincount(used, minlength=len(alive)).to(own.dtype) / max(1, len(used))
         losses.append(alive.sum() * (shares * probabilities).sum())
     return torch.stack(losses).mean()
+
+
+def _softmax_of(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return [rows, n]: the softmax of each row over the scores that count, and 0 for the others."""
+    # With minus infinity in place of the least number, a row without scores that count would be NaN.
+    return scores.masked_fill(~counts, torch.finfo(scores.dtype).min).softmax(1)

@@ -30,7 +30,7 @@ class _AskExperts(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, needed: torch.Tensor, answers: ExpertOutputs, dispatcher: Dispatcher
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        ctx.calls, ctx.dispatcher = answers.calls, dispatcher
+        ctx.calls, ctx.dispatcher = answers.calls, dispatcher  # torch has no other place for what is no tensor
         return answers.outputs.to(rows.device, rows.dtype, copy=True)
 
     @staticmethod

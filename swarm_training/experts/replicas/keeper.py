@@ -21,7 +21,7 @@ from swarm_training.experts.pb import experts_pb2 as pb
 
 MAX_REPLICAS = 4096  # so many that a list of them fits in a message
 STALE_S = 3600.0  # senders renew their replicas twice in that time; a replica that nobody renews may be replaced
-_FIRST_S = 10.0
+_FIRST_S = 10.0  # the time limit for the description of a replica
 _logger = logging.getLogger(__name__)
 
 
@@ -113,6 +113,7 @@ class Keeper:
         self._require_newer(replica)
         if caller in self._arriving:
             raise PeerBusy("another replica of this server is arriving: expected one at a time")
+        # The replica that is replaced counts too, since its bytes are in memory until the new ones have come.
         own = sum(each.replica.size_bytes for each in self._kept.values() if each.sender == caller)
         most = self._config.replica_bytes
         if own + replica.size_bytes > most // 2:

@@ -57,7 +57,7 @@ def beam_search(scores: Sequence[Floats], k: int, beam: int) -> Generator[frozen
         nothing = np.zeros(sizes[level], bool)
         masks = np.array([following.get(key, nothing) for key in keys], bool).reshape(len(keys), sizes[level])
         living[level] = np.asarray(masks.any(0), bool)
-        of_each = masks[numbers.reshape(prefixes.shape)]  # [rows, beam, size]
+        of_each = masks[numbers.reshape(prefixes.shape)]  # [rows, beam, size]; NumPy 1 returns flat numbers
         extended = np.where(of_each, sums[:, :, None] + scores[level][:, None, :], -np.inf)
         best, sums = _top(
             extended.reshape(len(prefixes), prefixes.shape[1] * sizes[level]), k if level == len(scores) - 1 else beam

@@ -49,6 +49,7 @@ class Adopter:
         if left <= 0 or not cells:
             return {}
         announced = await self._announcer.announced(cells)
+        # This server's own record may have expired, if the DHT has not taken the last one.
         keepers = {each.peer_id for each in await self._board.keepers()} | {self._peer_id}
         ranks = {cell: in_rank(self._config.name, cell, keepers).index(self._peer_id) for cell in cells}
         due = self._orphans.due(

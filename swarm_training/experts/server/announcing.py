@@ -87,6 +87,7 @@ class Announcer:
     async def publish(self, cells: Iterable[Cell]) -> bool:
         """Announce experts, and withdraw earlier announcements of absent ones; return whether all is stored."""
         following = by_prefix(cells)
+        # A record on the DHT cannot be removed: one without coordinates replaces it.
         gone: dict[Cell, set[int]] = {prefix: set() for prefix in self._published - following.keys()}
         is_stored = await self._board.publish(self._own, following | gone, self._config.lifetime_s)
         self._published = set(following) if is_stored else self._published | following.keys()

@@ -172,7 +172,7 @@ class ExpertServer(Closing):
         return [cell if cell in cells else next(rest) for cell in self._saved] + list(rest)
 
     async def _stop(self) -> None:
-        loops, self._tasks = self._tasks[1:], self._tasks[:1]
+        loops, self._tasks = self._tasks[1:], self._tasks[:1]  # the first task computes, until all calls have ended
         await _cancelled(loops)
         if self._dht is not None and loops:
             await self._send_last_replicas()
@@ -195,8 +195,7 @@ class ExpertServer(Closing):
         self._dht = self._service = None
 
     async def _renew(self) -> None:
-        for cell in await self._adopter.given_up():
-            self._host.experts.pop(cell, None)
+        self._host.remove(await self._adopter.given_up())
         adopted = self._adopter.adopted
         moves = await self._announcer.moves(self._host.experts.keys() - adopted, staying=adopted)
         for cell, to in moves.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -51,6 +51,10 @@ class ExpertHost:
     def add(self, experts: Mapping[Cell, Expert]) -> None:
         self.experts |= experts
 
+    def remove(self, cells: Iterable[Cell]) -> None:
+        for cell in cells:
+            self.experts.pop(cell, None)
+
     def move(self, cell: Cell, to: Cell) -> None:
         self.experts[to] = self.experts.pop(cell)
 
@@ -63,7 +67,7 @@ class ExpertHost:
         return expert.forward(*tensors) if kind == "forward" else expert.backward(*tensors)
 
     def _cell(self, name: str, coordinates: Sequence[int]) -> Cell:
-        cell = tuple(coordinates[:_SHOWN_DIMS])
+        cell = tuple(coordinates[:_SHOWN_DIMS])  # a caller may send any number of them
         if name != self._name or len(coordinates) > _SHOWN_DIMS or cell not in self.experts:
             asked = expert_name(printable(name, 80), cell)
             raise PeerMoved(f"there is no expert {asked} here: expected one of those that this server announces")

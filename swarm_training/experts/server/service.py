@@ -22,6 +22,8 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["Experts"]
 
 
 class ExpertsService:
+    """The service of one server of experts."""
+
     def __init__(self, handlers: ExpertHost, replicas: Keeper, access: AccessControl | None) -> None:
         """Create the service; ``access`` is the access control of a private swarm, or None if everybody may call."""
         self._handlers = handlers

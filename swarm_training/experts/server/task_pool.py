@@ -89,9 +89,7 @@ class TaskPool:
                         await self._filled.wait()
                 continue
             key, tasks = self._queue.take()
-            await self._answer(
-                key, [task for task in tasks if not task.result.done()]
-            )  # only for callers that still wait
+            await self._answer(key, [task for task in tasks if not task.result.done()])  # the other callers have gone
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run a function in the compute thread, while no expert computes."""
