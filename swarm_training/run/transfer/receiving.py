@@ -188,10 +188,12 @@ def _write(file: BinaryIO, data: bytes) -> None:
 async def _header(parts: AsyncIterator[pb.StatePart], limit_s: float, expected: TrainedState | None) -> pb.StateHeader:
     """Receive the header. ``expected``: a state whose model and settings the header must match."""
     async with asyncio.timeout(limit_s):
-        header = (await anext(parts)).header
+        first = await anext(parts, None)
+    if first is None:
+        raise PeerUnavailable("the peer has sent nothing of its state")
     if expected is not None:
-        _require_same(header, expected)
-    return header
+        _require_same(first.header, expected)
+    return first.header
 
 
 def _evaluations_of(header: pb.StateHeader, source: Progress) -> EvaluationHistory:

@@ -60,6 +60,17 @@ def test_a_checkpoint_is_taken_only_if_it_is_the_one() -> None:
             asyncio.run(download_checkpoint(network, peer.peer.own, peer.state, digest, at_once))
 
 
+def test_a_peer_that_ends_its_answer_at_once_gives_no_state() -> None:
+    class Silent(Giving):
+        async def state(self, peer: object, request: pb.StateRequest) -> AsyncIterator[pb.StatePart]:
+            for part in ():
+                yield part
+
+    peer, network = giving(1)
+    with pytest.raises(PeerUnavailable, match="nothing of its state"):
+        asyncio.run(download(Silent(network.header, b""), peer.peer.own, peer.state, at_once))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
