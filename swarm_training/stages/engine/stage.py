@@ -89,7 +89,7 @@ class Stage:
         self._kept = KeptPasses(0 if options.checkpoint_activations else options.kept_bytes)
         if options.checkpoint_activations:
             blocks = getattr(layout.family.owner_of(self._base), layout.family.blocks)
-            for block in self.span:
+            for block in self.span:  # a module around a block would change the names of its parameters
                 blocks[block].forward = functools.partial(self._run_block, blocks[block].forward)
 
     def keep_at_most(self, size_bytes: int) -> None:
