@@ -32,11 +32,9 @@ class Accumulator:
     on both in their last bits.
     """
 
-    def __init__(
-        self, stage: Stage, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int, step: int = 0
-    ) -> None:
-        """Start with empty sums. ``dtype``: that of the sums, float32 or float64."""
-        self.step = step
+    def __init__(self, stage: Stage, num_micro_batches: int, dtype: torch.dtype, max_pending_bytes: int) -> None:
+        """Start with empty sums, at step 0. ``dtype``: that of the sums, float32 or float64."""
+        self.step = 0
         self.num_micro_batches = num_micro_batches
         self._shapes = [each.shape for each in stage.parameters]
         self._sums = torch.zeros(sum(map(torch.Size.numel, self._shapes)), dtype=dtype)

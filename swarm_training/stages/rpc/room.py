@@ -49,31 +49,23 @@ class RequestReservation:
 
 
 class RequestRoom:
-    """The room for requests. No trainer has more than half of it."""
+    """The room for requests, and for the bytes of their tensors. No trainer has more than half of either."""
 
     def __init__(self, limits: StageLimits) -> None:
-        self._requests = HalfShares(limits.max_requests)
-        self._bytes = HalfShares(limits.max_bytes)
-
-    @property
-    def num_requests(self) -> int:
-        return self._requests.used
-
-    @property
-    def used_bytes(self) -> int:
-        return self._bytes.used
+        self.requests = HalfShares(limits.max_requests)
+        self.bytes = HalfShares(limits.max_bytes)
 
     @contextmanager
     def request(self, trainer: str) -> Iterator[RequestReservation]:
         """Yield the reservation of one more request. Raises PeerBusy if there are too many requests."""
-        shares = self._requests
+        shares = self.requests
         if not shares.fits(trainer, 1):
             raise PeerBusy(
                 f"this peer has {shares.used} requests, {shares.held(trainer)} of them from this trainer: "
                 f"it takes {shares.capacity}, half of them from one"
             )
         shares.add(trainer, 1)
-        reservation = RequestReservation(self._bytes, trainer)
+        reservation = RequestReservation(self.bytes, trainer)
         try:
             yield reservation
         finally:

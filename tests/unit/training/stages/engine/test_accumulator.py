@@ -38,7 +38,9 @@ def gradients(m: int, scale: float = 1.0) -> list[Tensor]:
 
 
 def accumulator(dtype: torch.dtype = torch.float64, max_pending_bytes: int = PLENTY) -> Accumulator:
-    return Accumulator(STAGE, M, dtype, max_pending_bytes, step=3)
+    sums = Accumulator(STAGE, M, dtype, max_pending_bytes)
+    sums.clear(3)
+    return sums
 
 
 def test_a_commit_that_fails_half_way_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

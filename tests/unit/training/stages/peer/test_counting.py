@@ -34,7 +34,8 @@ class Gradient:
 
 
 def counting(elsewhere: frozenset[int] = frozenset(), told: Callable[[], object] = lambda: None) -> Counting:
-    sums = Accumulator(Weights(), 8, torch.float64, 1 << 20, step=4)
+    sums = Accumulator(Weights(), 8, torch.float64, 1 << 20)
+    sums.clear(4)
     return Counting(sums, at_once, elsewhere.__contains__, told)
 
 
@@ -95,7 +96,8 @@ async def test_the_loss_is_the_mean_over_tokens(
 async def test_nothing_is_pending_of_what_counts_elsewhere() -> None:
     """Its trainer has asked another peer, and would leave no room here until the end of the step."""
     elsewhere: set[int] = set()
-    sums = Accumulator(Weights(), 8, torch.float64, 1 << 20, step=4)
+    sums = Accumulator(Weights(), 8, torch.float64, 1 << 20)
+    sums.clear(4)
     made = Counting(sums, at_once, elsewhere.__contains__, lambda: None)
     for m in range(3):
         made.add(4, m, "one", Gradient(1.0))

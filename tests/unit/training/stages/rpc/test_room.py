@@ -25,5 +25,5 @@ def test_the_bytes_of_all_trainers_together_are_limited_and_those_of_each_to_hal
         ):
             carl.take(101)
         carl.take(100)
-        assert (room.num_requests, room.used_bytes) == (3, 800)
-    assert (room.num_requests, room.used_bytes) == (0, 0)
+        assert (room.requests.used, room.bytes.used) == (3, 800)
+    assert (room.requests.used, room.bytes.used) == (0, 0)

@@ -59,7 +59,7 @@ async def peer_of(
             yield StagesClient(network, RUN, WireForms(form, form)), peer, host
         finally:
             await network.close()
-        assert service.room.num_requests == service.room.used_bytes == 0
+        assert service.room.requests.used == service.room.bytes.used == 0
 
 
 def batch(stage: int, number: int = 0, moment: Moment = START) -> MicroBatch:
@@ -157,7 +157,7 @@ async def test_a_step_that_was_taken_while_the_request_waited_is_refused() -> No
     async with serving(host) as (peer, service):
         network = GrpcNetwork(ClientCredentials(identity(TRAINER)))
         asking = asyncio.ensure_future(backward(StagesClient(network, RUN, WireForms()), peer))
-        await until(lambda: service.room.num_requests and service.room.used_bytes)
+        await until(lambda: service.room.requests.used and service.room.bytes.used)
         host.clear(Moment(0, 1))
         assert host.gate is not None
         host.gate.set()
@@ -175,7 +175,7 @@ async def test_who_has_no_room_says_so_at_once() -> None:
         waiting = []
         for client in clients:
             waiting += [asyncio.ensure_future(backward(client, peer, number)) for number in range(2)]
-            while service.room.num_requests < len(waiting):
+            while service.room.requests.used < len(waiting):
                 await asyncio.sleep(0.01)
             with pytest.raises(PeerBusy, match="it takes 4, half of them from one") as error:
                 await backward(client, peer, 3)

@@ -109,4 +109,4 @@ async def test_damaged_token_ids_are_refused_before_anything_is_computed(wire: w
                 async with translated():
                     await stub.Commit(pb.CommitRequest(micro_batch=which, is_not_finite=True, ids=ids, labels=labels))
         assert sum(member.host.num_computed for member in swarm.members()) == 0
-        assert swarm.stages[LAST][0].service.room.used_bytes == 0
+        assert swarm.stages[LAST][0].service.room.bytes.used == 0

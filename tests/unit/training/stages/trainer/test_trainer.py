@@ -109,7 +109,7 @@ async def test_a_peer_that_stands_still_is_left_as_soon_as_nothing_is_heard_of_i
         frozen = swarm.stages[1][0]
         frozen.host.gate = asyncio.Event()
         async with training(swarm, end=1) as (task, _):
-            await until(lambda: frozen.service.room.num_requests)
+            await until(lambda: frozen.service.room.requests.used)
             frozen.is_alive = False
             await task
             require_equal(swarm, 1)
