@@ -25,7 +25,7 @@ from swarm_training.core.record import Progress
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer.receiving import download, download_checkpoint
 from swarm_training.runfile.settings import RunFile
-from swarm_training.stages.commands.building import build, stage_options, training_config
+from swarm_training.stages.commands.building import build, training_config
 from swarm_training.stages.engine.export import export, export_adapter
 from swarm_training.stages.engine.settings import StageSource
 
@@ -204,10 +204,9 @@ def write(
             with built.state.averaged() if averaged else nullcontext():
                 yield built.stage.state()
 
-    lora = stage_options(file, "cpu").lora
     with whole_directory(directory) as partial_directory:
-        if lora is not None:
-            export_adapter(parts(), lora, partial_directory, file.model.name_or_path)
+        if rank := file.stages.lora_rank:
+            export_adapter(parts(), rank, partial_directory, file.model.name_or_path)
         else:
             export(parts(), source.config, partial_directory, layers=file.stages.layers)
             save_tokenizer(file, partial_directory)

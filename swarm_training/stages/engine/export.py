@@ -21,7 +21,6 @@ from swarm_models.checkpoints.peft_files import WEIGHTS_NAME
 from swarm_training.stages.compress.layers import NONE
 from swarm_training.stages.engine.boundaries import is_of_boundary, save_boundaries
 from swarm_training.stages.engine.lora import name_in_peft_file, peft_config
-from swarm_training.stages.engine.settings import LoraSettings
 
 _METADATA = {"format": "pt"}
 
@@ -77,11 +76,9 @@ def export(
     _write_index(directory, stored, total_bytes)
 
 
-def export_adapter(
-    parts: Iterable[Mapping[str, Tensor]], settings: LoraSettings, directory: Path, base_model: str
-) -> None:
-    """Write a PEFT adapter from ``Stage.state()`` of all stages. ``base_model``: the model that the adapter is for.
-    Raise ValueError if there are no matrices."""
+def export_adapter(parts: Iterable[Mapping[str, Tensor]], rank: int, directory: Path, base_model: str) -> None:
+    """Write a PEFT adapter of this rank from ``Stage.state()`` of all stages. ``base_model``: the adapter's model. Raise
+    ValueError if there are no matrices."""
     tensors: dict[str, Tensor] = {}
     for part in parts:
         tensors |= {name_in_peft_file(name): each.cpu().contiguous() for name, each in part.items()}
@@ -90,7 +87,7 @@ def export_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     # PEFT's default for the family is written out, so that readers need not know it.
     targets = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-    adapter = replace(peft_config(settings.rank, base_model), target_modules=targets, inference_mode=True)
+    adapter = replace(peft_config(rank, base_model), target_modules=targets, inference_mode=True)
     adapter.save_pretrained(str(directory))
     save_file(tensors, directory / WEIGHTS_NAME, _METADATA)
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_training.stages.engine.export import export, export_adapter
-from swarm_training.stages.engine.settings import LoraSettings, Scratch
+from swarm_training.stages.engine.settings import Scratch
 from tests import zoo
 from tests.marks import always
 from tests.unit.training.stages.engine import passes
@@ -59,4 +59,4 @@ def test_states_that_are_no_whole_model_are_refused(tmp_path: Path) -> None:
         export([first, last | {shared: last[shared] + 1}], config, tmp_path)
     assert not (tmp_path / "model.safetensors.index.json").exists()
     with pytest.raises(ValueError, match="no adapter"):
-        export_adapter([], LoraSettings(), tmp_path, "model")
+        export_adapter([], 8, tmp_path, "model")

@@ -38,7 +38,7 @@ def test_gradients_and_files_are_those_of_peft(name: str, precision: str, tmp_pa
     stages = with_adapter(passes.stages_of(checkpoint, 3, options))
     assert all(".lora_" in each for stage in stages for each in stage.names)
     assert not any(stage.shared for stage in stages)
-    export_adapter((stage.state() for stage in stages), settings, tmp_path / "adapter", checkpoint.location)
+    export_adapter((stage.state() for stage in stages), settings.rank, tmp_path / "adapter", checkpoint.location)
 
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     model = PeftModel.from_pretrained(
