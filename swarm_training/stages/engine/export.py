@@ -77,11 +77,11 @@ def export(
 
 
 def export_adapter(parts: Iterable[Mapping[str, Tensor]], rank: int, directory: Path, base_model: str) -> None:
-    """Write a PEFT adapter of this rank from ``Stage.state()`` of all stages. ``base_model``: the adapter's model. Raise
-    ValueError if there are no matrices."""
+    """Write a PEFT adapter of this rank from ``Stage.state()`` of all stages. ``base_model``: the model that it adapts.
+    Raise ValueError if there are no matrices."""
     tensors: dict[str, Tensor] = {}
-    for part in parts:
-        tensors |= {name_in_peft_file(name): each.cpu().contiguous() for name, each in part.items()}
+    for part in parts:  # copies, as in ``export``
+        tensors |= {name_in_peft_file(name): each.to("cpu", copy=True).contiguous() for name, each in part.items()}
     if not tensors:
         raise ValueError("the stages have no adapter: expected their states")
     directory.mkdir(parents=True, exist_ok=True)

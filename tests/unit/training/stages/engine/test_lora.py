@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
 from swarm_models.checkpoints.peft_files import read_adapter
 from swarm_training.stages.engine import lora
 from swarm_training.stages.engine.building import build_stage
 from swarm_training.stages.engine.export import export_adapter
+from swarm_training.stages.engine.lora import name_in_peft_file
 from swarm_training.stages.engine.settings import LoraSettings, Scratch, StageOptions
 from swarm_training.stages.engine.stage import Stage
 from tests import zoo
@@ -51,6 +54,22 @@ def test_gradients_and_files_are_those_of_peft(name: str, precision: str, tmp_pa
     assert found.keys() == expected.keys()
     assert [each for each in expected if not torch.equal(found[each], expected[each])] == []
     assert len(read_adapter(tmp_path / "adapter", checkpoint.family).low_rank) == len(expected) // 2
+
+
+def test_an_adapter_has_the_numbers_that_each_part_had_when_it_came(tmp_path: Path) -> None:
+    """A part with the moving average of the weights has the weights again when the next part is asked for."""
+    stages = with_adapter(passes.stages_of(Scratch(zoo.make_config("llama")), 2, StageOptions(lora=LoraSettings())))
+    expected = {name_in_peft_file(name): each.clone() for stage in stages for name, each in stage.state().items()}
+
+    def parts() -> Iterator[dict[str, torch.Tensor]]:
+        for stage in stages:
+            yield stage.state()
+            for each in stage.state().values():
+                each.zero_()
+
+    export_adapter(parts(), 8, tmp_path, "model")
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_adapters_begin_alike_whatever_the_split_and_as_in_peft() -> None:
