@@ -34,6 +34,7 @@ from swarm_training.stages.commands.building import require_stages, training_con
 from swarm_training.stages.peer.presence import WatchPresence
 from swarm_training.stages.peer.stage_peer import StagePeer
 from swarm_training.stages.peer.watch import RunWatch
+from swarm_training.stages.routing.coverage import members
 from swarm_training.stages.routing.run_stages import RunStages
 
 _FOLLOW_S = 0.2
@@ -93,17 +94,18 @@ def view_of(run: str, num_micro_batches: int, records: Sequence[Sequence[Progres
     )
 
 
-def _stage_view(index: int, members: Sequence[Progress], size: int) -> StageView:
-    moment = max((peer.moment for peer in members), default=Moment(0, 0))
-    here = [peer for peer in members if peer.moment == moment]
-    done = frozenset[int]().union(*(from_bits(peer.micro_batches, size) for peer in here))
+def _stage_view(index: int, peers: Sequence[Progress], size: int) -> StageView:
+    moment = max((peer.moment for peer in peers), default=Moment(0, 0))
+    here = [peer for peer in peers if peer.moment == moment]
+    # A stranger, or a peer with another run file, may have a bitmap of another length.
+    done = frozenset[int]().union(*(members(peer.micro_batches) for peer in here)).intersection(range(size))
     return StageView(
         index,
         moment.step,
         moment.rollbacks,
         len(done),
         any(peer.holds for peer in here),
-        sum(peer.samples_per_s for peer in members),
+        sum(peer.samples_per_s for peer in peers),
         tuple(
             StagePeerView(
                 peer.peer_id,
@@ -114,7 +116,7 @@ def _stage_view(index: int, members: Sequence[Progress], size: int) -> StageView
                 peer.samples_per_s,
                 peer.next_stage,
             )
-            for peer in members
+            for peer in peers
         ),
     )
 

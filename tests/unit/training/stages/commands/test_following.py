@@ -19,7 +19,7 @@ from swarm_training.evaluation.policy import EvaluationHistory
 from swarm_training.losses.curve import LossCurve
 from swarm_training.reports.stepping import StepReports
 from swarm_training.runfile.reading import parse_run_file
-from swarm_training.stages.commands.looking import CurveFiles, StagesFollower, follow_stage
+from swarm_training.stages.commands.looking import CurveFiles, StagesFollower, follow_stage, view_of
 from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.reports.test_reporters import Kept
 from tests.unit.training.stages.commands.test_command_line import TEXT
@@ -65,6 +65,14 @@ def test_the_loss_of_a_step_is_the_mean_over_its_batch_once_all_records_have_com
     assert follower.losses.curve.series == {"training": [(1, 7.0)]}
     reported = [(step, scalars["loss/training"]) for step, scalars in place.added]
     assert reported == [(1, 2.0), (2, 3.0)]
+
+
+def test_a_peer_with_another_batch_size_does_not_hide_the_run() -> None:
+    first, last = stages(1, (3.0, 1))
+    size = 8 * SIZE + 8
+    other = replace(first[0], peer_id="QmB", target_batch_size=size, micro_batches=to_bits((0, size - 1), size))
+    view = view_of("toy", SIZE, [[*first, other], last])
+    assert view.step == 1 and view.stages[0].micro_batches == 1
 
 
 def test_a_curve_that_cannot_be_written_is_said_and_the_run_goes_on(
