@@ -69,7 +69,7 @@ def view_of(watch: RunWatch, costs: Sequence[float]) -> PlacementView:
 
 def margin_of(view: PlacementView) -> float:
     """Return the relative gain of the slowest stage that is worth a move."""
-    # A stage has peers / stages of the peers. The noise of one of them changes its speed by this share.
+    # The noise of one peer changes the speed of a stage with a usual number of peers by this share.
     return max(stage_choice.MARGIN, NOISE * len(view.costs) / max(1, len(view.peers)))
 
 
