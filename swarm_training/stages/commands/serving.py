@@ -228,7 +228,7 @@ class _Serving:
         peer: StagePeer,
         network: GrpcNetwork,
     ) -> None:
-        """Add what trainers and their audits ask for. ``services``: those that are to be closed."""
+        """Add the services for trainers and their audits. ``services``: takes those that must be closed."""
         file, run, access = self.file, self.place.run, self.member.control
         hosted, answers = HostedStage(built.stage, peer, built.sums), AnswerLog() if file.stages.audit_share else None
         config, scale = trainer_config(file), loss_scale(file)
@@ -265,7 +265,7 @@ class _Serving:
 
 
 async def _first_of(ways: list[Coroutine[Any, Any, int | None]]) -> int | None:
-    """Return what the first of these that ends returns, or raise its error; cancel the others."""
+    """Return the result of the coroutine that ends first, or raise its error; cancel the others."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

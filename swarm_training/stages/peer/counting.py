@@ -229,7 +229,7 @@ class Counting:
 
     async def vector(self, dtype: torch.dtype) -> Tensor:
         """Return the sums, [n] in this dtype. With local steps, return the drift times the number of micro-batches,
-        after a last local step with those that are left."""
+        after a last local step with the micro-batches that are left."""
         async with self.changing:
             if self._drift is not None:
                 vector: Tensor | None = await self._compute(partial(self._drift.weighted, len(self.done), dtype))

@@ -1,7 +1,7 @@
 """The evaluations of a run in stages on held-out data, as one peer of a stage takes part in them.
 
 The last stage has the losses. Its peers do not average the gradients of an evaluated step before the loss is known, and
-no stage steps without them. So all stages still have the weights of that step when the loss is computed.
+no stage steps without them. Hence all stages still have the weights of that step when the loss is computed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WeightsOfStages:
 
 class StageEvaluation:
     """One peer's part in the evaluations of its run. All methods are for one event loop. ``known``: the known losses:
-    all of them at the last stage, at others those that were the lowest or the newest."""
+    at the last stage all of them, at other stages those that were once the lowest or the newest."""
 
     def __init__(self, index: int, peer: TrainingPeer, watch: RunWatch) -> None:
         self.known = EvaluationHistory()

@@ -1,4 +1,4 @@
-"""The room for trainers' requests at a stage peer. What exceeds it is refused, so that trainers ask another peer."""
+"""The room for trainers' requests at a stage peer. Requests beyond it are refused: trainers ask another peer then."""
 
 from __future__ import annotations
 

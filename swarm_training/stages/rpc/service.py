@@ -169,7 +169,7 @@ class StagesService:
 
 
 async def _write(context: _Context, replies: Iterable[pb.ComputeReply]) -> None:
-    """Write the replies. A cancelled handler first ends its write, since grpc.aio does not bear such a cancellation."""
+    """Write the replies. A cancelled handler first ends its write, because grpc.aio cannot have a write cancelled."""
     for reply in replies:
         writing = asyncio.ensure_future(context.write(reply))
         try:
