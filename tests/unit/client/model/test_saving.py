@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from swarm_client import RequestRejected
 from swarm_client.model.model import load_client
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
+from tests.vision_zoo import save_seeing
 from tests.zoo import save_checkpoint
 
 REFUSED = "blocks are on servers: saved without them, it would load with random ones.*add_adapter.*tuning_mode"
@@ -21,8 +22,11 @@ REFUSED = "blocks are on servers: saved without them, it would load with random 
 @pytest.fixture
 def client(tmp_path) -> PreTrainedModel:
     save_checkpoint("llama", tmp_path / "model")
-    checkpoint = ModelCheckpoint.open(tmp_path / "model")
-    return load_client(checkpoint, AutoModelForCausalLM, torch.float32, torch.device("cpu"))
+    return client_of(tmp_path / "model")
+
+
+def client_of(directory: Path) -> PreTrainedModel:
+    return load_client(ModelCheckpoint.open(directory), AutoModelForCausalLM, torch.float32, torch.device("cpu"))
 
 
 def save_with_trainer(model: PreTrainedModel, directory: Path) -> None:
@@ -62,3 +66,23 @@ def test_prompts_are_saved(client, tmp_path):
     client.add_prompts("prompt", 3)
     client.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "prompts.safetensors").exists()
+
+
+def test_prompts_of_a_model_that_sees_are_saved_in_the_format_of_peft(tmp_path):
+    save_seeing("llava", tmp_path / "model")
+    client = client_of(tmp_path / "model")
+    client.add_prompts("prompt", 3)
+    client.save_pretrained(tmp_path / "saved")
+    written = peft.PeftConfig.from_pretrained(tmp_path / "saved")
+    assert written.num_layers == client.config.text_config.num_hidden_layers
+
+
+@pytest.mark.parametrize("missing", ["", "prompts.safetensors"])  # without it, PEFT's own file is read
+def test_a_model_without_prompts_takes_none_from_a_directory(client, tmp_path, missing):
+    saving = client_of(tmp_path / "model")
+    saving.add_prompts("prompt", 3)
+    saving.save_pretrained(tmp_path / "saved")
+    if missing:
+        (tmp_path / "saved" / missing).unlink()
+    with pytest.raises(ValueError, match="this model has no prompts"):
+        client.load_prompts(tmp_path / "saved")
