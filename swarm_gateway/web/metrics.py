@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 
@@ -106,5 +107,5 @@ class CountRequests:
         try:
             await self._app(scope, receive, counting)
         finally:
-            if not is_counted:
-                count(DISCONNECTED)
+            if not is_counted:  # after an error of this server, the outermost layer sends status 500
+                count(500 if isinstance(sys.exception(), Exception) else DISCONNECTED)

@@ -21,6 +21,7 @@ import pytest
 from swarm_client.batching.request import TokenListener
 from swarm_gateway.limits.admission import GatewayLimits
 from swarm_gateway.web.http import OPENAI, ChunkedResponse
+from swarm_gateway.web.metrics import CountRequests, Metrics
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoRoute
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Generation, ScriptedBatcher, Serve, encode
@@ -545,6 +546,19 @@ def test_metrics(gateway: Gateway) -> None:
         "swarm_generations_queued 0.0",
     ):
         assert f"{line}\n" in text
+
+
+@pytest.mark.parametrize(("ends", "status"), [(RuntimeError("a bug"), "500"), (asyncio.CancelledError(), "499")])
+async def test_a_request_without_an_answer_is_counted_by_who_ended_it(ends: BaseException, status: str) -> None:
+    async def end(_scope: Any, _receive: Any, _send: Any) -> None:
+        raise ends
+
+    without: Any = None
+    metrics = Metrics(without)
+    with pytest.raises(type(ends)):
+        await CountRequests(end, metrics)({"type": "http"}, without, without)
+    labels = {"endpoint": "other", "status": status}
+    assert metrics.registry.get_sample_value("swarm_requests_total", labels) == 1.0
 
 
 @pytest.mark.parametrize(
