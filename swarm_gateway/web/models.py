@@ -201,10 +201,12 @@ class SwarmModels:
         return list(self._sources)
 
     async def traits(self, name: str, *, wait: bool = True) -> Traits | None:
-        """Return the traits of a model, one of ``names``; None if they are unknown at present.
+        """Return the traits of a model; None if they are unknown at present, or the model is not served any more.
 
         Without ``wait``, return what is known already, or can be read at once.
         """
+        if name not in self._sources:  # another request may have read the swarm since ``names`` was called
+            return None
         source = replace(self._sources[name], adapter="")
         if source not in self._traits and (wait or source == self._own_source):
             try:

@@ -131,6 +131,7 @@ async def test_the_traits_of_a_model_are_known_before_it_is_loaded(loads: Loads)
     assert await models.traits(DEFAULT_MODEL, wait=False) == known
     assert await models.traits("org/none:legal", wait=False) is None
     assert await models.traits("org/none:legal") is None  # it has no tokenizer here
+    assert await models.traits("org/gone") is None  # its servers may leave while a request lists the models
     assert loads.asked == []
 
 
