@@ -126,9 +126,8 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
             f"past_key_values is a {type(cache).__name__} with keys and values on this machine: "
             "expected an empty DynamicCache or StaticCache, or one that this distributed model has filled"
         )
-    cache.layer_class_to_replicate = None
     layer = RemoteLayer(remote.open_session(), num_virtual)
-    cache.layers = [layer]
+    Cache.__init__(cache, layers=[layer])  # the object becomes the remote cache, because its owner will pass it again
     return layer.session
 
 

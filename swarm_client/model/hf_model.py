@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from swarm_client.adapters.lora import LoraMixin
 from swarm_client.adapters.prompts import PromptsMixin
@@ -29,7 +29,8 @@ from swarm_client.model.left_out import (
 )
 from swarm_client.model.model_pass import are_foreign, starts_of
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
-from swarm_client.speculation.generating import may_speculate, speculative_sample
+from swarm_client.sessions.session import RemoteSession
+from swarm_client.speculation.generating import speculative_sample
 from swarm_client.speculation.speculation import Speculation
 from swarm_client.swarm.swarm import Swarm
 from swarm_models.checkpoints.checkpoint import ModelCheckpoint
@@ -222,18 +223,14 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         if not self.is_watched and not self._reads_blocks(generation_config):
             stopping_criteria = leaving_rows(stopping_criteria, cache, generation_config, len(input_ids))
         arguments = input_ids, logits_processor, stopping_criteria, generation_config
-        if (
-            self.speculation.draft is not None
-            and cache is not None
-            and self.prompts is None
-            and not self.is_watched
-            and may_speculate(input_ids, generation_config, synced_gpus, model_kwargs)
-        ):
-            session = session_of(cache, self.blocks)
-            output = speculative_sample(self, *arguments, streamer, session, self._shared_loop, model_kwargs)
+        if self.prompts is None and not self.is_watched:
+            output = speculative_sample(self, *arguments, synced_gpus, streamer, model_kwargs)
             if output is not None:
                 return output
         return super()._sample(*arguments, synced_gpus, streamer, **model_kwargs)  # type: ignore[misc]  # of GenerationMixin
+
+    def _session_in(self, cache: Cache) -> RemoteSession:
+        return session_of(cache, self.blocks)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the candidate generator for an ``assistant_model``. The assistant guesses even where it is unsure, if
@@ -241,7 +238,6 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
         assistant = getattr(generator, "assistant_model", None)
         if assistant is not None and assistant.generation_config.assistant_confidence_threshold is None:
-            generator.assistant_confidence_threshold = 0.0
             for config in (generator.generation_config, generator.assistant_generation_config):
                 config.assistant_confidence_threshold = 0.0
         return generator

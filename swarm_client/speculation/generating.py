@@ -251,12 +251,18 @@ def speculative_sample(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
+    synced_gpus: bool,
     streamer: BaseStreamer | None,
-    session: RemoteSession,
-    company: Company,
     model_kwargs: dict[str, Any],
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | None:
     """Return what ``_sample`` of transformers returns for these arguments; None if there are no guesses for them."""
+    cache = model_kwargs.get(model._family.cache_argument)
+    if (
+        model.speculation.draft is None
+        or cache is None
+        or not may_speculate(input_ids, config, synced_gpus, model_kwargs)
+    ):
+        return None
     # The numbers of another device's generator cannot be predicted here.
     generator = torch.default_generator if input_ids.device.type == "cpu" else None
     guessing = model.speculation.begin(input_ids[0].tolist(), ranking_of(config, processors, generator))
@@ -264,12 +270,13 @@ def speculative_sample(
         return None
     text = GeneratedText(input_ids, processors, criteria, bool(config.do_sample), streamer)
     with model._optimize_model_for_decode():
-        ids = SpeculativeGeneration(model, text, session, guessing).run(config, model_kwargs, company)
+        generation = SpeculativeGeneration(model, text, model._session_in(cache), guessing)
+        ids = generation.run(config, model_kwargs, model._shared_loop)
     if streamer is not None:
         streamer.end()
     if config.return_dict_in_generate:
-        cache = {cache_argument_of(GenerateDecoderOnlyOutput): model_kwargs[model._family.cache_argument]}
-        return GenerateDecoderOnlyOutput(sequences=ids, **cache)  # type: ignore[arg-type]
+        kept = {cache_argument_of(GenerateDecoderOnlyOutput): cache}
+        return GenerateDecoderOnlyOutput(sequences=ids, **kept)  # type: ignore[arg-type]
     return ids
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from swarm_client.speculation.generating import may_speculate, speculative_sample
+from swarm_client.speculation.generating import speculative_sample
 from swarm_client.speculation.speculation import Speculation
 from swarm_models.checkpoints.family import cache_argument_of
 
@@ -59,8 +59,8 @@ class _Alone:
 class _Local:
     """The part of ``RemoteModelMixin`` that guesses, without its refusals.
 
-    ``_sample`` only asks what the mixin's asks. With a draft it is the client's loop over tokens, and without one that
-    of transformers, which says what the text has to be.
+    With a draft, ``_sample`` is the client's loop over tokens. Without one, it is the loop of transformers, which says
+    what the text has to be.
     """
 
     speculation = Speculation(None)
@@ -78,13 +78,11 @@ class _Local:
         **options: Any,
     ) -> Any:
         arguments = input_ids, logits_processor, stopping_criteria, generation_config
-        cache = options.get(self._family.cache_argument)
-        guesses = self.speculation.draft is not None and cache is not None
-        if guesses and may_speculate(input_ids, generation_config, synced_gpus, options):
-            output = speculative_sample(self, *arguments, streamer, LocalSession(cache), self._shared_loop, options)
-            if output is not None:
-                return output
-        return super()._sample(*arguments, synced_gpus, streamer, **options)
+        output = speculative_sample(self, *arguments, synced_gpus, streamer, options)
+        return super()._sample(*arguments, synced_gpus, streamer, **options) if output is None else output
+
+    def _session_in(self, cache: DynamicCache) -> LocalSession:
+        return LocalSession(cache)
 
 
 def local(kind: type[PreTrainedModel], config: Any) -> Any:
