@@ -47,6 +47,7 @@ def __getattr__(name: str) -> Any:
         return import_module("swarm_client.adapters.labelled_positions").LabelledPositions
     if name in __all__:
         if name.startswith("Distributed"):
+            # Without this, the import of transformers would read the sources of all of its models.
             import_module("swarm_protocol.imports.model_index").remember_models()
         module = "swarm_client.model.model" if name.startswith("Distributed") else "swarm_protocol.errors"
         return getattr(import_module(module), name)

@@ -1,1 +1,1 @@
-"""Parameters that a client trains in remote blocks: LoRA, prompts, their snapshots for the wire; a callback for TRL."""
+"""Parameters that a client trains in remote blocks: LoRA and prompts, their snapshots for the wire, and for TRL."""

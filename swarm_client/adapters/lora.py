@@ -1,4 +1,4 @@
-"""LoRA in remote blocks: PEFT decides where adapters go and how they begin; the client keeps their parameters."""
+"""LoRA in remote blocks. PEFT decides where adapters go and how they begin, and the client keeps their parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
     StockModel = object
 
-INITS = (True, False, "gaussian", "orthogonal")  # those that do not need the model's weights
+INITS = (True, False, "gaussian", "orthogonal")  # the initial values that do not depend on the model's weights
 _OTHER_FORMULAS = (  # options of LoraConfig whose formula is not scaling * B(A(dropout(x)))
     *("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
     *("velora_config", "monteclora_config", "alora_invocation_tokens", "layer_replication", "megatron_config"),
@@ -73,7 +73,7 @@ class LoraMixin(StockModel):
         Raises:
             RequestRejected: the property is set, but servers cannot compute the layers in the blocks.
         """
-        if "_peft_config" not in self.__dict__:
+        if "_peft_config" not in self.__dict__:  # PEFT asks whether the attribute exists
             raise AttributeError("peft_config")
         configs: dict[str, Any] = self.__dict__["_peft_config"]
         return configs
@@ -109,14 +109,14 @@ class LoraMixin(StockModel):
         _require_no_other(remote.adapter_name)
         before = set(getattr(self, "peft_config", ()))
         with (
-            hf_loader(),  # because no initial values are set while another thread loads a model
+            hf_loader(),  # another thread that loads a model switches off initial values in the whole process
             undone_on_error(lambda: self._remove_new(adapter_name or "default", before)),
             self._prompts_as_they_are(),
         ):
             super().add_adapter(adapter_config, adapter_name)
 
     def _remove_new(self, name: str, before: Collection[str]) -> None:
-        """Remove what PEFT has done to add this adapter to those from ``before``."""
+        """Remove what PEFT has done to add this adapter. ``before``: the names of the adapters that were there."""
         if not before:
             self._remote_blocks[0].hollow.undo()
             self._hf_peft_config_loaded = False
@@ -163,7 +163,7 @@ class LoraMixin(StockModel):
                 raise ValueError(f"tensor {wrong[0]} is not in both")
         except (ValueError, KeyError, RuntimeError) as error:
             self.delete_adapter(adapter_name)
-            reason = str(error).splitlines()[-1].strip()
+            reason = str(error).splitlines()[-1].strip()  # torch's first line only names the class that was loaded
             raise ValueError(
                 f"the adapter in {peft_model_id} does not fit its config or this model: {reason}"
             ) from None

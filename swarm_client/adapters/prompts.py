@@ -1,4 +1,4 @@
-"""Trained virtual tokens: they stand before the input, and deep prompts are also added before every block."""
+"""Prompts: trained virtual tokens before the input. Deep prompts are also added before every block."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Prompts(nn.Module):
     """The parameters of prompts, and their effect on the input of a model without its head.
 
     Attributes:
-        embedding: [num_tokens, width of the token embedding]; they stand before the tokens of every row.
-        deep: [blocks, num_tokens, hidden_size], added to their hidden states before each block; None if shallow.
+        embedding: [num_tokens, width of the token embedding], the virtual tokens before the tokens of every row.
+        deep: [blocks, num_tokens, hidden_size], added to the virtual tokens' hidden states before each block; None for
+            shallow prompts.
     """
 
     def __init__(self, embedding: torch.Tensor, deep: torch.Tensor | None = None) -> None:
@@ -60,11 +61,11 @@ class Prompts(nn.Module):
             embeddings = embed(given["input_ids"])
         rows, new, _ = embeddings.shape
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if mask is not None:
+        if mask is not None:  # it covers earlier positions too, so the virtual ones are always missing in it
             given["attention_mask"] = torch.cat([mask.new_ones(rows, num), mask], 1)
         if positions is not None:
             given["position_ids"] = positions + num
-        if past:
+        if past:  # the virtual tokens are in the cache
             if positions is None and "position_ids" in given:
                 given["position_ids"] = torch.arange(past, past + new, device=embeddings.device)[None]
             return given
@@ -157,7 +158,7 @@ class PromptsMixin(StockModel):
                 tensors[name].copy_(tensor.read())
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> Any:
-        """Run the stock method; for a model with prompts, write these, and its adapter if it has one.
+        """Run the stock method. For a model with prompts, write the prompts, and the adapter if the model has one.
 
         Shallow prompts are also written as PEFT's prompt tuning.
         """
@@ -173,6 +174,7 @@ class PromptsMixin(StockModel):
 
 
 def _saved(model: PromptsMixin) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and values of the prompts and of a classifier's new head."""
     prompts = model.prompts
     if prompts is not None:
         yield from ((name, parameter.detach()) for name, parameter in prompts.named_parameters())

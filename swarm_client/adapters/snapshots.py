@@ -16,8 +16,8 @@ from swarm_protocol.span import Span
 from swarm_protocol.wire.adapters import Adapter
 
 T = TypeVar("T")
-_MAX_UPLOADS = 4  # of one adapter for one request, if the server forgets the adapter again and again
-_REMEMBERED = 256  # keys that a server was given; the server reports what it has forgotten
+_MAX_UPLOADS = 4  # uploads of one adapter for one request, if the server forgets the adapter again and again
+_REMEMBERED = 256  # remembered keys of adapters that a server was given; the server reports what it has forgotten
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class AdapterSnapshot:
 
     def part(self, span: Span) -> AdapterPart | None:
         """Return the part in these blocks; None if nothing is added to them."""
-        if self.name:
+        if self.name:  # then the client adds nothing of its own to the blocks
             return AdapterPart(pb.AdapterName(name=self.name))
         if span not in self._parts:
             adapter, part = self._adapter.over(span), None
@@ -144,7 +144,7 @@ class AdapterUploader:
         if part is None or part.data is None:
             return await request(None if part is None else part.name)
         for attempt in range(_MAX_UPLOADS):
-            async with self._giving:
+            async with self._giving:  # micro-batches that start together must not each upload the part
                 if part.name.key not in self._given:
                     await self._put(part.data, span)
                     self._given[part.name.key] = None

@@ -26,6 +26,8 @@ class LookupDraft(Draft):
 
 
 class LookupSession(DraftSession):
+    """The tokens of one text, and the places of the last few tokens in it."""
+
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._places: dict[tuple[int, ...], list[int]] = {}  # where the text continues after them; the latest last
@@ -35,7 +37,7 @@ class LookupSession(DraftSession):
         self._ids.extend(token_ids)
 
     def guess(self, plan: DraftPlan, ranking: Ranking) -> Guesses:
-        """Return lines with different first tokens; lines after the longest match come first, then the latest."""
+        """Return lines with different first tokens, first those after the longest matches, and of these the latest."""
         self._index()
         lines: list[list[int]] = []
         for length in range(min(LONGEST, len(self._ids)), SHORTEST - 1, -1):
@@ -46,11 +48,12 @@ class LookupSession(DraftSession):
         if not lines or not plan.length:
             return Guesses.none()
         longest = max(map(len, lines))
+        # Lines have one length, so shorter ones repeat their last token as further guesses.
         padded = [[*line, *[line[-1]] * (longest - len(line))] for line in lines]
         return Guesses(torch.tensor(padded))
 
     def _index(self) -> None:
-        """Index the new tokens. This waits for a guess, which never comes among many generations."""
+        """Index the new tokens. This happens only before a guess, because among many generations nothing is guessed."""
         for place in range(self._num_indexed, len(self._ids)):
             for length in range(SHORTEST, min(LONGEST, place) + 1):
                 places = self._places.setdefault(tuple(self._ids[place - length : place]), [])

@@ -16,7 +16,7 @@ from swarm_models.checkpoints.checkpoint import ModelCheckpoint
 from swarm_models.checkpoints.default_model import locate
 from swarm_protocol.errors import CheckpointError
 
-_RECURRENT = {"linear_attention", "hybrid"}
+_RECURRENT = {"linear_attention", "hybrid"}  # types of layers in configs
 _logger = logging.getLogger(__name__)
 _LEAST_PASS_S = 0.04  # if the user asked for no draft, models faster than 25 tokens/s run without guesses
 

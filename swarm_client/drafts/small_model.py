@@ -75,11 +75,12 @@ class SmallModelSession(SteppedSession):
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._line is None:
+            # Layers with windows or states cannot give back guesses, and the text goes on with one row.
             is_simple = self._num_rows == 1 and all(type(layer) is DynamicLayer for layer in self._cache.layers)
             self._line = self._cache if is_simple else copy.deepcopy(self._cache)
             if self._num_rows > 1:
                 self._line.batch_repeat_interleave(self._num_rows)
-        self._num_guessed += self._line is self._cache
+        self._num_guessed += self._line is self._cache  # a copy is just dropped
         return self._forward(token_ids[:, None], self._line)
 
     def _forward(self, token_ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A lower bound on the number of a text's tokens, which is known before the text is tokenized."""
+"""A lower bound on the number of a text's tokens. It is known before the text is tokenized, which takes long."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FewestTokens:
 
 
 def _keeps_all(backend: Tokenizer) -> bool:
-    """Return whether each character of a normalised text is in a token that names it."""
+    """Return whether each character of a normalised text is part of the name of a token."""
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):  # such a token also stands for all spaces beside it
         return False
@@ -52,7 +52,7 @@ def _keeps_all(backend: Tokenizer) -> bool:
 
 
 def _tokens_of_bytes(backend: Tokenizer, splits: list[dict[str, Any]]) -> set[str] | None:
-    """Return the tokens that stand for single bytes of characters without a token; None if there are none."""
+    """Return the tokens for single bytes, which stand for characters without a token of their own; None if none."""
     if any(step["type"] == "ByteLevel" for step in splits):
         return set(ByteLevel.alphabet())
     if getattr(backend.model, "byte_fallback", False):

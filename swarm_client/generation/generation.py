@@ -1,4 +1,4 @@
-"""The continuation of a text by a model, printed as it is generated."""
+"""Prints the continuation of a text as a model generates it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def stream_text(
         raise ValueError("the prompt is empty: expected some text to continue")
     if options.seed is not None:
         torch.manual_seed(options.seed)
-    beams = options.num_beams > 1  # their text is known only at the end
+    beams = options.num_beams > 1  # the text of beams is known only at the end
     streamer = None if beams else _TimedStreamer(tokenizer, on_token)
     if streamer is not None:
         print(prompt, end="", flush=True)
@@ -104,7 +104,7 @@ class _TimedStreamer(TextStreamer):
         return self._times[-1] - self._times[0] if self._times else 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        is_prompt = self.next_tokens_are_prompt
+        is_prompt = self.next_tokens_are_prompt  # read before ``super().put``, which clears it
         if not is_prompt:
             self._times.append(time.perf_counter())
         super().put(value)  # type: ignore[no-untyped-call]

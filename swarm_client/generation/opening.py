@@ -60,15 +60,15 @@ def check_model_name(model: str, revision: str | None) -> None:
 
 
 def tokenizer_of(model: RemoteModelMixin) -> PreTrainedTokenizerBase:
-    """Return the tokenizer from the place of the model's own files. Raise CheckpointError if it cannot be read."""
+    """Return the tokenizer beside the model's own files. Raise CheckpointError if it cannot be read."""
     return tokenizer_at(str(model.name_or_path), model.blocks.swarm.revision)
 
 
 def tokenizer_at(location: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Return a model's tokenizer; ``revision`` only counts on the hub. Raise CheckpointError if it cannot be read."""
+    """Return a model's tokenizer. ``revision`` is used only on the hub. Raise CheckpointError if it cannot be read."""
     from swarm_client.generation.generation import load_tokenizer
 
-    is_here = Path(locate(location)).expanduser().exists()
+    is_here = Path(locate(location)).expanduser().exists()  # then the revision is a fingerprint of the files
     return load_tokenizer(location, None if is_here else revision)
 
 

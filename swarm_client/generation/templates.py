@@ -52,7 +52,8 @@ def render(
 def _limited(cpu_s: float) -> Iterator[None]:
     """Raise ValueError inside a template that takes more than ``cpu_s`` of processor time on the current thread.
 
-    Templates come from strangers, and may loop for ever. The time is checked before each line of their code.
+    Templates come from strangers, and may loop forever. The time is checked before each line of their code, by Python's
+    means for debuggers.
     """
     end_s = time.thread_time() + cpu_s
 
@@ -61,7 +62,7 @@ def _limited(cpu_s: float) -> Iterator[None]:
             raise ValueError(f"it takes more than {cpu_s:g} s of processor time")
         return before_line
 
-    def before_call(frame: FrameType, _event: str, _argument: Any) -> Any:
+    def before_call(frame: FrameType, _event: str, _argument: Any) -> Any:  # None: the call runs at full speed
         return before_line if frame.f_code.co_filename == _FILENAME else None
 
     others = sys.gettrace()  # such as a debugger's

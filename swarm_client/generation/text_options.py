@@ -1,4 +1,4 @@
-"""The options of the command line for the choice of tokens."""
+"""The options with which commands let a model choose tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextOptions:
     def as_arguments(self) -> dict[str, object]:
         """Return the keyword arguments for ``generate``."""
         arguments: dict[str, object] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
-        if self.temperature == 0:
+        if self.temperature == 0:  # greedy choice, for which transformers takes no temperature
             arguments["do_sample"] = False
             return arguments
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

@@ -10,11 +10,14 @@ from transformers import PreTrainedTokenizerBase
 _CONTEXT = 6  # tokens of the prompt, which decide whether the first new token begins with a space
 _HALF = "\N{REPLACEMENT CHARACTER}"  # stands for the bytes of an incomplete character
 _single_texts: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, bool], str]] = WeakKeyDictionary()
-"""The texts of single tokens, by token id and whether special tokens have text. Most tokens are decoded after one."""
+"""The texts of single tokens, by token id and whether special tokens have text.
+
+Most tokens are decoded behind a single token, whose text would be decoded each time.
+"""
 
 
 class TextStream:
-    """The text of token ids as they come. Special tokens have no text, unless ``with_special`` is set.
+    """The text of token ids that come one by one. Special tokens have no text, unless ``with_special`` is set.
 
     The returned pieces, joined, are the text after ``context``. A token that ends inside a character is held until
     that character is complete.
@@ -45,7 +48,8 @@ class TextStream:
         return text
 
     def _held(self) -> str:
-        before = self._before().rstrip(_HALF)  # a character may begin in the prompt
+        # Tokens are decoded behind the ones before, which decide about spaces. A character may begin in the prompt.
+        before = self._before().rstrip(_HALF)
         return self._decode(self._ids)[len(before) :]
 
     def _before(self) -> str:
@@ -66,7 +70,7 @@ class StopStrings:
     """A filter that passes text on up to the first stop string.
 
     Attributes:
-        found: the stop string that has come; empty if none has. It and later text are not passed on.
+        found: the stop string that has come; empty if none has. The stop string and later text are not passed on.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

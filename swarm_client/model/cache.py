@@ -19,28 +19,28 @@ from swarm_protocol.wire.block_input import BlockInput
 
 
 class RemoteLayer(CacheLayerMixin):
-    """A cache layer without keys and values. It forwards cache operations to the servers that hold them.
+    """A cache layer without keys and values, which forwards the operations of a cache to the session on the servers.
 
     The session's first ``num_virtual`` positions belong to a trained prompt. Callers do not see them in the length.
 
     Attributes:
-        runner: what a forward steps: the session, or the stand-in that a generation has set.
+        runner: the object whose ``step`` a forward calls: the session, or the stand-in that a generation has set.
     """
 
     is_sliding = False
     is_croppable = True
-    supports_early_init = False
+    supports_early_init = False  # nothing is to be allocated before the first forward
 
     def __init__(self, session: RemoteSession, num_virtual: int = 0) -> None:
         self.session = self.runner = session
         super().__init__()
         self._num_virtual = num_virtual
 
-    # Models read it to distinguish a prompt, whose positions may see later ones, from what follows.
+    # Models read this to distinguish a prompt, whose positions may see later ones, from what follows.
     is_initialized = property(lambda self: self.session.length > 0, lambda _self, _value: None)
 
     def stand_in(self, rows: UnfinishedRows) -> None:
-        """Let later forwards step ``rows`` in the place of the session. They must not need ``step_through``."""
+        """Let later forwards call ``rows`` in the place of the session. They must not need ``step_through``."""
         self.runner = cast(RemoteSession, rows)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class RemoteLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1
+        return -1  # for transformers: no limit
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.session.reorder(beam_idx)
@@ -69,7 +69,7 @@ class RemoteLayer(CacheLayerMixin):
             self.session.reorder(torch.arange(self.session.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
+        if tokens_to_remove > 0:  # older versions of transformers meant the length to keep by a positive number
             raise RequestRejected("crop takes the number of positions to remove as a negative number")
         self.session.crop(-tokens_to_remove)
 
@@ -104,14 +104,14 @@ class RemoteCache(Cache):
         return self.layer.session
 
     def end_with_call(self) -> None:
-        """Note that this call of ``generate`` has made the cache, which nobody uses afterwards."""
+        """Mark the cache as made by this call of ``generate``, so that nobody uses the cache afterwards."""
         self._is_user_defined = False
 
 
 def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> RemoteSession:
     """Return the session of ``cache``, or its stand-in.
 
-    An empty dynamic or static cache, as chat code makes it, becomes a remote one.
+    An empty dynamic or static cache becomes a remote one. Code for chats often makes such a cache itself.
 
     Raises:
         RequestRejected: the cache holds keys and values of a local model, or belongs to another model.
@@ -132,14 +132,14 @@ def session_of(cache: Cache, remote: RemoteSpan, num_virtual: int = 0) -> Remote
 
 
 class UnfinishedRows:
-    """A stand-in for a session in a cache. Its batch keeps all rows, of which the session keeps the unfinished ones.
+    """A stand-in for a session in a cache: the model's batch keeps all rows, and the session the unfinished ones.
 
-    It has only what the passes of a generation use that reads no hidden states between the blocks.
+    It has only the methods that a generation uses while nothing reads hidden states between the blocks.
     """
 
     def __init__(self, session: RemoteSession, num_rows: int) -> None:
         self._session = session
-        self._rows = list(range(num_rows))
+        self._rows = list(range(num_rows))  # for each row of the session, its row in the batch
 
     @property
     def length(self) -> int:
@@ -157,6 +157,7 @@ class UnfinishedRows:
     def finish(self, are_finished: torch.Tensor) -> None:
         """Remove these rows from the session, unless none would be left. ``are_finished``: bool [rows]."""
         kept = [place for place, row in enumerate(self._rows) if not are_finished[row]]
+        # The generation ends when all rows have finished, and until then a session needs a row.
         if 0 < len(kept) < len(self._rows):
             self._session.reorder(torch.tensor(kept))
             self._rows = [self._rows[place] for place in kept]
@@ -176,9 +177,10 @@ class _FinishingCriteria(StoppingCriteriaList):
 
 
 def leaving_rows(criteria: StoppingCriteriaList, cache: Any, config: GenerationConfig, num_rows: int) -> Any:
-    """Return stopping criteria by which rows also leave the session of ``cache``; ``criteria`` if rows must stay."""
+    """Return criteria by which finished rows also leave the session of ``cache``; ``criteria`` if they must stay."""
     # Without a token that ends texts, stock code goes on choosing tokens for finished rows.
     ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    # The caller of ``generate`` may go on with all rows of a cache that it has passed, or that it gets back.
     is_own = isinstance(cache, RemoteCache) and not getattr(cache, "_is_user_defined", True)
     if num_rows == 1 or not ends or not is_own or config.return_dict_in_generate:
         return criteria

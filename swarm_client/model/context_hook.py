@@ -36,23 +36,25 @@ def context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: N
     def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         refuse_inner_outputs(given, owner.config)
+        # A model with pictures has made the masks already, as ``MaskFacts``.
         given["attention_mask"], joined = read_masks(given.get("attention_mask"))
         deep_stack = _deep_stack(given)
         require_padding_mask(given.get("attention_mask"))
         if blocks.training and torch.is_grad_enabled():
             no_dropout.warn(owner.config)
         cache = given.get(family.cache_argument)
-        later = _opens_later(blocks, cache, given)
+        later = _opens_later(blocks, cache, given)  # before the next lines make a cache that nobody asked for
         use_cache = _uses_cache(owner, given)
         if cache is None and use_cache:
             cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
-        past = 0 if session is None else session.length
+        past = 0 if session is None else session.length  # with virtual positions, which callers do not see
         positions_of_text, positions_of_blocks = _positions(given.get("position_ids"))
         packed = cache is None and given.get("attention_mask") is None and _are_packed(positions_of_text)
         require_alone(joined, packed, blocks.prompts is not None)
         if blocks.prompts is not None:
             _require_no_prompts(packed, positions_of_blocks, deep_stack)
+            # Some owners, such as BLOOM's, have no argument for positions.
             positions = {"position_ids": positions_of_blocks} if "position_ids" in names else {}
             given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
             positions_of_blocks = given.get("position_ids")
@@ -72,13 +74,16 @@ def context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: N
 
 
 def _opens_later(blocks: RemoteBlocks, cache: Any, given: dict[str, Any]) -> bool:
-    """Return whether a cache takes no KV room on servers yet: nobody asked for it, and the pass may be for training."""
+    """Return whether a new cache takes no KV room on servers yet.
+
+    That is so if nobody asked for a cache and the pass may be one of training. Such a cache is often never used.
+    """
     asked = cache is not None or given.get("use_cache") is not None
     return not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
 
 
 def _are_packed(position_ids: torch.Tensor | None) -> bool:
-    """Return whether some row holds several sequences, by the test that transformers applies without a mask."""
+    """Return whether some row holds several sequences, by the test that transformers makes if there is no mask."""
     return position_ids is not None and find_packed_sequence_indices(position_ids) is not None
 
 
@@ -114,10 +119,10 @@ def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
 
 
 def _deep_stack(given: dict[str, Any]) -> DeepStack | None:
-    """Return what the model adds after its first blocks, in a list that it shares with ``given``.
+    """Return the features that the model adds after its first blocks, in a list that ``given`` shares.
 
     Raises:
-        RequestRejected: the model adds something in another way.
+        RequestRejected: the model adds features in another way.
     """
     if given.get("deepstack_features"):  # of Granite 4 Vision, for blocks far apart
         raise RequestRejected(
@@ -125,6 +130,7 @@ def _deep_stack(given: dict[str, Any]) -> DeepStack | None:
         )
     if not given.get("deepstack_visual_embeds"):
         return None
+    # The pass empties this list if servers add the features, and then the stock code has nothing to add.
     given["deepstack_visual_embeds"] = features = list(given["deepstack_visual_embeds"])
     return DeepStack(features, given["visual_pos_masks"])
 

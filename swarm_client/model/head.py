@@ -15,9 +15,9 @@ from swarm_models.kernels.quantized_linear import QuantizedLinear
 
 
 class Int8Head(QuantizedLinear):
-    """A frozen output head, rounded to int8 from the weight that the model had at that time.
+    """A frozen output head in int8, rounded from the weight of the head that it replaces.
 
-    ``tied`` says whether the input embedding shared that weight. The embedding itself is not rounded.
+    ``tied`` says whether the input embedding shared the weight. The embedding itself is not rounded.
     """
 
     def __init__(self, head: nn.Linear, tied: bool) -> None:
@@ -80,6 +80,7 @@ def final_norm(owner: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
     @torch.no_grad()
     def normed(hidden: torch.Tensor) -> torch.Tensor:
+        # BLOOM also has a norm before its blocks, so the last one is meant. NanoChat's norm has no parameters.
         weight = next(norms[-1].parameters(), hidden)
         result: torch.Tensor = norms[-1](hidden.to(weight.device, weight.dtype))
         return result.float().cpu()

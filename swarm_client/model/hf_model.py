@@ -63,7 +63,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
             remote.fill(HollowBlocks(self, self._family, config, remote.modules_in_place))
 
     def adopt(self, checkpoint: ModelCheckpoint) -> None:
-        """Take over the checkpoint's generation config, and its place, by which a saved adapter names its model."""
+        """Take over the checkpoint's generation config, and its location, by which a saved adapter names its model."""
         if checkpoint.generation_config is not None:
             self.generation_config = checkpoint.generation_config
         self.name_or_path = str(checkpoint.location)
@@ -72,6 +72,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         """Connect the model's blocks to the swarm, and guess tokens by this speculation."""
         self.speculation = speculation
         remote = self._remote_blocks[0]
+        # The errors of codecs are measured behind the final norm, in the state that the head gets.
         swarm.links.finish_with(final_norm(self._owners[0]))
         span = RemoteSpan(swarm, self._family.all_blocks, max_positions, remote.added)
         remote.connect(span, swarm.config.adapter)
@@ -83,7 +84,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
 
     @property
     def is_watched(self) -> bool:
-        """Return whether foreign hooks are attached where hidden states pass, and may read all of the states."""
+        """Return whether foreign hooks are attached where hidden states pass, because these may read every state."""
         owner = self._owners[0]
         modules = self.base_model, owner, *owner.children()
         return any(are_foreign(module._forward_pre_hooks, module._forward_hooks) for module in modules)
@@ -109,16 +110,16 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         self._shared_loop.close()
         background.run(self.blocks.swarm.close())
 
-    def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> Any:  # ``copy`` and ``pickle`` both call this method
         raise TypeError(
             "a distributed model cannot be copied or pickled: from_pretrained connects another, and save_pretrained "
             "saves what was trained"
         )
 
     def generate(self, *args: Any, streamer: Any = None, **kwargs: Any) -> Any:
-        """Run the stock ``generate``. If it fails, end an iterable streamer, so that a thread that reads it goes on.
+        """Run the stock ``generate``. Calls of several threads are computed together if each call has one row.
 
-        Calls that several threads make at the same time are computed together, if each call has one row.
+        If the call fails, an iterable streamer is ended, so that a thread that reads the streamer goes on.
         """
         if kwargs.get("cache_implementation") == "paged":
             self.generate_batch()
@@ -128,7 +129,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
                 streamer.end()  # type: ignore[union-attr]
 
         with undone_on_error(end_reading), self._shared_loop.running() as are_others:
-            if are_others and len(args) <= 1:
+            if are_others and len(args) <= 1:  # the loop takes keywords, and ``inputs`` is the first argument
                 arguments = {"inputs": args[0], **kwargs} if args else kwargs
                 output = self._shared_loop.join(self, arguments, streamer)
                 if output is not None:
@@ -142,7 +143,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
             "blocks: call generate with a batch, or from several threads, whose generations servers compute together"
         )
 
-    # Stock methods that read or write the head's weight. An int8 head is a float head while they run.
+    # The next methods are stock methods that read or write the head's weight. An int8 head is a float head meanwhile.
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         with float_head(self):
@@ -178,7 +179,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
     ):
         """Give ``generate``, which calls this method, a remote cache where it would make a local one.
 
-        ``cache_implementation`` only says where and in which shapes a local cache lies. It does not change the tokens.
+        ``cache_implementation`` says where and in which shapes a local cache lies. It is ignored, because it does not
+        change the tokens.
         """
         limit, num_virtual = self.blocks.max_positions, self._remote_blocks[0].num_virtual
         if limit is not None and max_cache_length + num_virtual > limit:
@@ -194,7 +196,8 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
                     "cache_implementation='quantized' rounds keys and values on this machine, but servers hold them, "
                     "as they are: leave it out"
                 )
-            generation_config.cache_implementation = None  # generation_config is this call's own copy
+            # The stock method refuses this beside a cache. The config is this call's own copy.
+            generation_config.cache_implementation = None
             # A single session is faster without bundling: by 6 % of a token's time on one machine.
             is_bundled = batch_size == 1 and self._shared_loop.expects_others()
             options = {"is_bundled": is_bundled, "row_unit": generation_config.num_beams or 1}
@@ -202,7 +205,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         super()._prepare_cache_for_generation(  # type: ignore[misc]  # of GenerationMixin
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
-        if own is not None:
+        if own is not None:  # the stock method has marked the cache as the user's, because it was there before
             own.end_with_call()
 
     def _sample(
@@ -215,9 +218,9 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Choose the tokens for ``generate`` one by one; one pass gives several where guesses are right.
+        """Choose the tokens for ``generate``; one pass through the servers gives several where guesses are right.
 
-        Servers do not continue the rows of a batch whose text has ended.
+        Servers do not continue the rows of a batch whose text has ended, unless something here reads hidden states.
         """
         cache = model_kwargs.get(self._family.cache_argument)
         if not self.is_watched and not self._reads_blocks(generation_config):
@@ -233,8 +236,11 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         return session_of(cache, self.blocks)
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the candidate generator for an ``assistant_model``. The assistant guesses even where it is unsure, if
-        no threshold was set, because one more pass through servers costs more than wrong guesses."""
+        """Return the candidate generator for an ``assistant_model``.
+
+        If no threshold was set, the assistant guesses even where it is unsure, because one more pass through servers
+        costs more than wrong guesses.
+        """
         generator = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]  # of GenerationMixin
         assistant = getattr(generator, "assistant_model", None)
         if assistant is not None and assistant.generation_config.assistant_confidence_threshold is None:
@@ -243,7 +249,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
         return generator
 
     def _reads_blocks(self, generation_config: Any) -> bool:
-        """Return whether something reads hidden states between the blocks or after the last one while generating."""
+        """Return whether something reads hidden states between the blocks, or after the last one, in a generation."""
         given = {"output_hidden_states": generation_config.output_hidden_states or None}
         return starts_of(self._remote_blocks[0].modules_in_place, needs_every_block(self._owners[0], given)) != [0]
 

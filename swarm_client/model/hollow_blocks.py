@@ -29,6 +29,7 @@ INSTEAD = (
     "its hidden states can be had with output_hidden_states=True, by hooks on the block as a whole, or from "
     "model.blocks[a:b](hidden)"
 )
+# ``__torch_function__`` gets a method as it is, and an attribute of a tensor as the ``__get__`` of its descriptor.
 _DEVICE, _DTYPE = (getattr(torch.Tensor, name).__get__ for name in ("device", "dtype"))
 _METADATA = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "is_leaf")),
@@ -38,7 +39,7 @@ _METADATA = {
 
 @dataclass(frozen=True)
 class ModuleLocation:
-    """A module's place: its block, and its path in the block, which is empty for the block itself."""
+    """The location of a module: its block, and its path in the block, which is empty for the block itself."""
 
     blocks: HollowBlocks
     block: int
@@ -90,12 +91,12 @@ class HollowBlocks:
             self.layers.pop(key, None)
         elif original is not None:
             self._require_lora(place, module)
-            if not self.layers:
+            if not self.layers:  # PEFT will freeze the model after it has put its layers
                 self._trained_before = [(p, p.requires_grad) for p in self.model.parameters()]
             self.layers[key] = module
 
     def accept(self) -> None:
-        """Keep the layers, once PEFT has added all of them without a refusal; make their ``merge`` raise."""
+        """Keep the layers once PEFT has added all of them without a refusal, and make their ``merge`` raise."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._trained_before = None
@@ -190,10 +191,10 @@ def _refuse_merging(*_args: Any, **_kwargs: Any) -> None:
 
 
 class Inside(nn.Module):
-    """A block, or a module inside a block. It checks every module that replaces one of its children.
+    """A block, or a module inside a block, which checks every module that replaces one of its children.
 
     Attributes:
-        place: the module's place; None until the modules of all blocks exist.
+        place: the module's location; None until the modules of all blocks exist.
     """
 
     place: ModuleLocation | None = None
@@ -204,7 +205,10 @@ class Inside(nn.Module):
         super().__setattr__(name, value)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters that PEFT has put here; ``next`` of an empty iterator says why it is empty."""
+        """Iterate over the parameters that PEFT has put here.
+
+        Without any, ``next`` raises an error that says why. Code that wants a dtype often takes the first parameter.
+        """
         found = list(super().parameters(recurse))
         return iter(found) if found or self.place is None else map(_end_of_parameters, [self.place])
 
@@ -229,7 +233,7 @@ class Hollow(Inside):
         raise RequestRejected(f"{self.place} is computed on servers, and not by its module here: {INSTEAD}")
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        if are_foreign({0: hook}):
+        if are_foreign({0: hook}):  # transformers' own hooks, which collect hidden states, may stay: they never run
             self._refuse_hook()
         return super().register_forward_hook(hook, **options)
 
@@ -257,7 +261,7 @@ class Hollow(Inside):
 
 
 class WeightOnServers(torch.Tensor):
-    """A block's parameter without values. It has a shape, and the device and dtype for PEFT's own parameters."""
+    """A block's parameter without values. PEFT reads its shape, and takes its device and dtype for adapters."""
 
     place: ModuleLocation
 

@@ -115,8 +115,8 @@ def notes_on_training(model: RemoteModelMixin) -> list[str]:
 def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, float]:
     """Return the config fields, with their values, that cause dropout or jitter in the stock model's blocks.
 
-    A field counts if it is above 0 and a module in a block keeps its value. Falcon without alibi uses one such field
-    only in flash attention.
+    A field counts if it is above 0 and a module in a block keeps its value. To find out, a model without values is
+    made from a config in which each such field has a value that no other has.
     """
     marked, marks = copy.deepcopy(config), {}
     for number, (path, value) in enumerate(_random_fields(config)):
@@ -124,7 +124,7 @@ def dropout_of_blocks(config: PreTrainedConfig, family: Family) -> dict[str, flo
         for name in path[:-1]:
             holder = getattr(holder, name)
         mark = 0.5 + (number + 1) / 1024  # a unique value, which is found again in the modules that use this field
-        vars(holder)[path[-1]] = mark  # not setattr, because some fields are typed int
+        vars(holder)[path[-1]] = mark  # not ``setattr``, which checks types: some fields are integers
         marks[mark] = ".".join(path), value
     if not marks:
         return {}

@@ -19,10 +19,11 @@ Sees = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of 
 
 
 class MaskFacts(torch.Tensor):
-    """A dummy mask, [batch, 1, 1, 1], with what servers need to build the mask of one kind of block.
+    """A dummy mask, [batch, 1, 1, 1], with the facts from which servers build the mask of one kind of block.
 
     Attributes:
         padding: the padding mask, [batch, positions]; None without padding.
+        joined: see ``BlockInput``.
     """
 
     def __new__(cls, mask: torch.Tensor, *_facts: torch.Tensor | None) -> MaskFacts:
@@ -42,8 +43,9 @@ def _mask_facts(
     device: Any = None,
     **_kwargs: Any,
 ) -> MaskFacts:
-    """Return what servers need to know of the mask that transformers describes by these arguments."""
+    """Return the facts about the mask that transformers describes by these arguments."""
     joined = None
+    # A single new position sees no later one, because there is none yet.
     if mask_function is not None and q_length > 1:
         padding = prepare_padding_mask(attention_mask, q_length, q_offset)
 
@@ -61,18 +63,19 @@ def _joined(sees: Sees, batch_size: int, start: int, num_tokens: int, device: An
     Raises:
         RequestRejected: some positions see later ones, but not as all positions of a run do.
     """
+    # A run is a sequence of positions of which each sees the next.
     rows = torch.arange(batch_size, device=device)[:, None]
     queries = torch.arange(start, start + num_tokens - 1, device=device)[None]
     sees_next = sees(rows, queries, queries + 1).expand(batch_size, -1)
     if not bool(sees_next.any()):
         return None
-    before, after = pad(sees_next, (1, 0)), pad(sees_next, (0, 1))
+    before, after = pad(sees_next, (1, 0)), pad(sees_next, (0, 1))  # [batch, tokens]: joined with the one before, after
     row, first = (after & ~before).nonzero().unbind(1)
     _, last = (before & ~after).nonzero().unbind(1)  # each run has a first and a last position, in the same order
     first, last = first + start, last + start
     follows = row[1:] == row[:-1]
     sees_other_run = sees(row[:-1][follows], first[:-1][follows], first[1:][follows])
-    crosses_windows = bool(sees(row, last, first).all())
+    crosses_windows = bool(sees(row, last, first).all())  # a window shorter than the run hides its first position
     begun_before = start > 0 and bool(sees(rows, queries[:, :1] - 1, queries[:, :1]).any())
     if not bool(sees(row, first, last).all()) or bool(sees_other_run.any()) or (begun_before and crosses_windows):
         _refuse()
@@ -104,7 +107,7 @@ def _refuse() -> NoReturn:
 
 
 def require_alone(joined: torch.Tensor | None, packed: bool, has_prompts: bool) -> None:
-    """Raise RequestRejected if positions attend to later ones beside packed sequences or trained prompts."""
+    """Raise RequestRejected if positions attend to later ones, and rows are packed or have trained prompts."""
     if joined is not None and (packed or has_prompts):
         other = "packed sequences" if packed else "trained prompts (tuning_mode)"
         raise RequestRejected(

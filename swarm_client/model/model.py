@@ -42,6 +42,8 @@ NUM_PROMPT_TOKENS = 16
 
 
 class _Distributed:
+    """The loader that the public classes share. It is never instantiated."""
+
     _auto_class: Any
 
     @classmethod
@@ -89,7 +91,7 @@ class _Distributed:
             NoRoute: there are servers, but none has ``adapter``, or none is one of ``allowed_servers``.
         """
         config, others = _client_config(config, {**others, "initial_peers": initial_peers, "swarm": swarm or None})
-        check_draft_name(config.draft)
+        check_draft_name(config.draft)  # cheap errors come before anything is downloaded
         device = named_device(device)
         check_head_quant(config.head_quant, device)
         with contextlib.closing(ModelOpening(config)) as opening:
@@ -150,7 +152,10 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
 
 
 def _stock_class(auto_class: Any, whole: PreTrainedConfig, text: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the stock class with a head for a model of this config, which also sees if ``text`` is only a part."""
+    """Return the stock class with a head for a model of this config.
+
+    If ``text`` is only a part of the config, a class that takes pictures is preferred.
+    """
     sees = text is not whole and auto_class is AutoModelForCausalLM
     for auto in (AutoModelForImageTextToText, auto_class) if sees else (auto_class,):
         if type(whole) in auto._model_mapping:
@@ -162,10 +167,8 @@ def _stock_class(auto_class: Any, whole: PreTrainedConfig, text: PreTrainedConfi
 def _with_one_block(whole: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of ``whole`` in which the language model, whose config is ``text``, has one block."""
     one_block = slice_config(text, Span(0, 1))
-    if hasattr(text, "layer_types"):
-        one_block.update(
-            {"layer_types": text.layer_types}
-        )  # the model makes a rotary embedding for every type of block
+    if hasattr(text, "layer_types"):  # the model makes a rotary embedding for every type of block
+        one_block.update({"layer_types": text.layer_types})
     if text is whole:
         return one_block
     name = next(name for name, part in vars(whole).items() if part is text)
@@ -199,7 +202,7 @@ def load_client(
         _logger.warning("%s is not in the checkpoint: it starts untrained", name)
     model.fill_blocks(config)
     _set_configs(model, family.base_class, whole, config)
-    config.update({"_attn_implementation_internal": ATTENTION})
+    config.update({"_attn_implementation_internal": ATTENTION})  # stock code then makes ``MaskFacts`` for its blocks
     model.adopt(checkpoint)
     return model.eval().to(device)
 
@@ -209,5 +212,6 @@ def _set_configs(model: RemoteModelMixin, base_class: type, whole: PreTrainedCon
     inside = set(next(module for module in model.modules() if isinstance(module, base_class)).modules())
     module: Any
     for module in model.modules():
+        # Vision towers have configs of other types, which are complete already.
         if hasattr(module, "config") and (module in inside or isinstance(module.config, type(whole))):
             module.config = text if module in inside else whole

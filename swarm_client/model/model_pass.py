@@ -49,6 +49,7 @@ class ModelPass:
         starts: the blocks whose input is read or changed here; the first block is always among them.
         num_wanted: how many of the last outputs are used, if a session computes them; None means all.
         deep_stack: what the stock code adds between blocks, unless servers do; None if it adds nothing.
+        joined: see ``BlockInput``.
     """
 
     remote: RemoteSpan
@@ -86,7 +87,7 @@ class ModelPass:
         )
 
     def finish(self) -> None:
-        """Give a session that was not used in this pass its first positions. Call this after the model's forward."""
+        """Give the first positions to a session that this pass has not used. Call this after the model's forward."""
         if self.session is not None and self._snapshot is not None:
             assert self._first is not None
             inputs = self._inputs(self._first)
@@ -105,6 +106,7 @@ class ModelPass:
             features, self._additions = self.deep_stack.features, self.deep_stack.additions(self.remote.span.end)
         need_grad, are_read = needs_grad(hidden, *tensors, *features), bool(features) and len(self.starts) > 1
         if session is None or (not session.length and (self.later or need_grad or are_read)):
+            # The stock code adds features after each of the first blocks here, so that the next block is a start.
             self._snapshot, self._first = self.remote.added.snapshot(), hidden.detach()
             self.starts = sorted({*self.starts, *range(1, min(len(features) + 1, self.remote.span.end))})
             return
@@ -113,7 +115,7 @@ class ModelPass:
                 "pictures of this model are added between its first blocks, of which hidden states are read here: pass "
                 "use_cache=False, or an empty cache"
             )
-        features.clear()  # servers add them
+        features.clear()  # servers add them, and the stock code finds nothing to add
         compute = partial(self._step, session, hidden.detach())
         outputs = _FromCache.apply(compute, hidden, *tensors) if need_grad else compute()
         ends = map(self._end, self.starts)
@@ -135,6 +137,7 @@ class ModelPass:
 
     def _computed(self, block: int, hidden: torch.Tensor) -> torch.Tensor:
         assert self._outputs is not None
+        # No block of this pass has computed the input of the first start.
         if block != self.starts[0] and not torch.equal(hidden, self._outputs[block]):
             raise RequestRejected(
                 f"the hidden states that enter block {block} were changed here, but servers go on with theirs where "

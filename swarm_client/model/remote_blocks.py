@@ -36,7 +36,7 @@ class RemoteSpan:
     def __init__(
         self, swarm: Swarm, span: Span, max_positions: int | None, added: Callable[[], ActiveAdapter] = ActiveAdapter
     ) -> None:
-        """Set up a span; ``added`` returns what the client adds to the model's blocks at present."""
+        """Set up a span. ``added`` is a function that returns what the client adds to the model's blocks at present."""
         self.swarm = swarm
         self.span = span
         self.max_positions = max_positions
@@ -121,7 +121,7 @@ class _RemoteForward(torch.autograd.Function):
     def forward(
         ctx, hidden, inputs: BlockInput, blocks: RemoteSpan, drops: bool, adapter: AdapterSnapshot, need_grad, *tensors
     ):
-        seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0
+        seed = int(torch.randint(1, 2**63 - 1, ())) if drops else 0  # by torch's seed, as local dropout; 0: none
         span, first_grad = blocks.span, None
         if need_grad:
             first_grad = span.start if ctx.needs_input_grad[0] else adapter.begins(span)
@@ -134,11 +134,12 @@ class _RemoteForward(torch.autograd.Function):
         need_input, (blocks, adapter, ways, likes) = ctx.needs_input_grad[0], ctx.kept
         pieces, of_adapter = background.run(backward(blocks.swarm, blocks.span, ways, grad, adapter, need_input))
         input_grad = torch.cat(pieces).to(grad.device) if need_input else None
+        # ``forward`` has five arguments between ``hidden`` and the tensors.
         return input_grad, *(None,) * 5, *(sum_.to(*like) for sum_, like in zip(of_adapter, likes, strict=True))
 
 
 class BlockModule(Inside):
-    """A module in the place of a stock model's block. Hooks on the module see and change what they would on the block.
+    """A module in the place of a stock model's block. Hooks on it see and change the same states as on the block.
 
     The model's code calls the module with keyword arguments that differ between families. ``RemoteBlocks`` already has
     those that matter (mask, positions, cache). The block's own modules are inside, without weights.
@@ -210,7 +211,7 @@ class RemoteBlocks(BlockModule):
         self._returns_tuple = returns_tuple
         self._remote: list[RemoteSpan] = []  # in a list, so that it is not part of the module
         self._context = _ForwardContext()
-        self._salt = secrets.token_bytes(32)
+        self._salt = secrets.token_bytes(32)  # without it, others could guess the key of an adapter that servers hold
         self.prompts: Prompts | None = None
         self.hollow: HollowBlocks | None = None
         self.adapter_name = ""
@@ -257,8 +258,8 @@ class RemoteBlocks(BlockModule):
         """
         modules = self.modules_in_place
         starts = starts_of(modules, every_block)
-        num_wanted = self._context.num_wanted if len(starts) == 1 else None
-        starts = [block for block in starts if block < len(modules)]
+        num_wanted = self._context.num_wanted if len(starts) == 1 else None  # between blocks, all positions are read
+        starts = [block for block in starts if block < len(modules)]  # the end of the last block starts nothing
         model_pass = ModelPass(
             self.remote,
             attention_mask,
@@ -295,7 +296,7 @@ class RemoteBlocks(BlockModule):
         return (output, None) if self._returns_tuple else output
 
     def only_last(self, num_wanted: int | None) -> AbstractContextManager[None]:
-        """Make sessions in this thread return only the last ``num_wanted`` positions, with zeros before; None: all."""
+        """Make sessions in this thread return only the last ``num_wanted`` positions, after zeros; None: all."""
         return self._context.only_last(num_wanted)
 
 

@@ -1,1 +1,1 @@
-"""Forward and backward passes without a cache, retried until they are answered. Import ``passes``."""
+"""Forward and backward passes without a cache, and their retries. Import ``passes``."""

@@ -48,15 +48,15 @@ async def forward(
     dropout_seed: int = 0,
     first_grad: int | None = None,
 ) -> tuple[list[torch.Tensor], list[Way]]:
-    """Return the outputs of micro-batches, each [rows, tokens, hidden_size], and each one's way for ``backward``.
+    """Return the outputs of micro-batches, each [rows, tokens, hidden_size], and their ways for ``backward``.
 
-    Several micro-batches are under way at once, through the chains with which all of them are done soonest. With
+    Several micro-batches are under way at once, through the chains that finish all of them soonest. With
     ``skip_padding``, positions before a micro-batch's first text and after its last one are not sent: their outputs are
     zeros.
 
     Args:
         dropout_seed: the seed from which the micro-batches' seeds are derived; 0: nothing is dropped.
-        first_grad: the block at which the backward pass will end; None: no backward pass, so no ways are returned.
+        first_grad: the block at which the backward pass will end; None: there is none, and no ways are returned.
 
     Raises:
         NoRoute: no server holds some block. RequestRejected: the servers refuse the input.
@@ -94,7 +94,7 @@ async def forward(
 
 
 async def _give_adapter(swarm: Swarm, chains: list[Route], adapter: AdapterSnapshot) -> None:
-    """Send the adapter to servers in the order in which rows reach them, so that later ones get it during computing."""
+    """Send the adapter to servers in the order of their blocks, so that later ones get it while others compute."""
     hops = {(hop.server.peer_id, hop.span): hop for chain in chains for hop in chain}
     for hop in sorted(hops.values(), key=lambda hop: hop.span.start):
         with contextlib.suppress(SwarmError):  # the rows that reach this server will meet the error
@@ -183,7 +183,7 @@ def _decoded(grads: list[WireTensor]) -> list[torch.Tensor]:
 def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes: int, alarms: int) -> PassWatch:
     """Return a watch for a pass that takes ``times`` as long as the forward pass.
 
-    ``more_bytes``: the bytes on top of two tensors like ``hidden``, or of three in the backward pass.
+    ``more_bytes``: the bytes that are transferred besides two tensors like ``hidden`` (three in a backward pass).
     """
     batch_size, num_tokens, _ = hidden.header.shape
 
@@ -203,7 +203,7 @@ def _watch(swarm: Swarm, hop: Hop, hidden: WireTensor, times: float, more_bytes:
 
 @contextmanager
 def _blamed_on(hop: Hop) -> Iterator[None]:
-    """Attribute a wrong answer to this hop's server: otherwise the next server would be blamed."""
+    """Blame this hop's server for a wrong answer, which otherwise only the next server would notice."""
     try:
         yield
     except BadReply as error:
@@ -243,7 +243,8 @@ async def backward(
     pieces = grad.split([way.num_rows for way in ways])
     jobs: list[Callable[[], Coroutine[Any, Any, tuple[torch.Tensor | None, Found]]]]
     jobs = [partial(one, *job) for job in zip(ways, pieces, strict=True)]
-    jobs += [partial(taken, sum_) for sum_ in remote.sums]  # these wait for the jobs before
+    # These jobs wait for the ones before, which have got their turns first.
+    jobs += [partial(taken, sum_) for sum_ in remote.sums]
     results = await _together(jobs)
     for _, found in results:  # added in the order of rows, so that the sums are reproducible
         for part, grads in found:
@@ -296,9 +297,10 @@ async def _backward_rows(
                 parts = [part]
             else:
                 summand = None
-                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id  # e.g. after it was busy
+                # The chain may consist of the same server, for example after it was busy.
+                again = len(chain) == 1 and chain[0].server.peer_id == part.hop.server.peer_id
                 parts = [Visited(chain[0], _readable(part.hidden, chain[0]), part.kept_key if again else b"")]
-                for hop in chain[1:]:
+                for hop in chain[1:]:  # the inputs of later servers must be computed again
                     last = parts[-1]
                     output, _ = await _forward_hop(swarm, last.hop, last.hidden, context, retry_budget.alarms)
                     parts.append(Visited(hop, _readable(output, hop)))
@@ -306,8 +308,9 @@ async def _backward_rows(
             result, found = grad, Found()
             for visited in reversed(parts):
                 result, grads = await _backward_hop(swarm, visited, result, context, retry_budget.alarms, summand)
+                # A suspicion ends when all blocks of the part have been passed, at the first server of the chain.
                 retry_budget.renew(part.hop.span.end if visited is parts[0] else 0)
-                if grads is None:
+                if grads is None:  # then there is one server alone, which has the sum
                     return result, None
                 found.append((visited.hop.span, grads))
             return result, found
@@ -327,7 +330,7 @@ async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
         grads = await server.take_sum(hop.span, sum_.request(), sum_.adapter)
         with _blamed_on(hop):
             return [(hop.span, _decoded(grads))]
-    except CacheMiss:
+    except CacheMiss:  # the server works, and only lacks the sum: the passes are repeated on it
         pass
     except PeerError as error:
         retry_budget.failed(error)
@@ -339,7 +342,7 @@ async def _take_sum(swarm: Swarm, sum_: RemoteSum) -> Found:
 
 
 def _with_padding(rows: torch.Tensor, at: slice, num_tokens: int) -> torch.Tensor:
-    """Return [rows, num_tokens, hidden_size] with the given positions at their place and zeros elsewhere."""
+    """Return [rows, num_tokens, hidden_size], with the given positions in their place and zeros elsewhere."""
     return functional.pad(rows, (0, 0, at.start, num_tokens - at.stop))
 
 
@@ -357,7 +360,7 @@ def _micro_batches(inputs: BlockInput) -> list[BlockInput]:
     num_rows = max(math.ceil(_MICRO_BATCH_TOKENS / num_tokens), math.ceil(batch_size / _MAX_MICRO_BATCHES))
     num_rows = min(num_rows, MAX_BATCH_SIZE, max(1, MAX_POSITION_IDS // num_tokens))
     pieces, first_row = [], 0
-    for piece in split_rows(inputs.hidden):
+    for piece in split_rows(inputs.hidden):  # by the size of a message; then by ``num_rows``
         end = first_row + len(piece)
         starts = range(first_row, end, num_rows)
         pieces += [inputs.rows(slice(start, min(start + num_rows, end))) for start in starts]

@@ -1,7 +1,7 @@
-"""Sums of an adapter's gradients that servers form over several micro-batches, so that they travel once.
+"""Sums of an adapter's gradients over several micro-batches. Servers add them up, so that each sum travels once.
 
-A server may forget a sum or die with it. The client therefore keeps what it needs to repeat these backward passes,
-until it has the sum.
+A server may forget a sum, or die with it. The client therefore keeps what it needs to repeat the backward passes until
+it has received the sum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SummedPass:
 
 
 class RemoteSum:
-    """The sum on one server, over all micro-batches that go back through the same blocks there."""
+    """The sum on one server over all micro-batches that go back through the same blocks there."""
 
     def __init__(self, hop: Hop, adapter: AdapterPart, num_passes: int) -> None:
         self.hop = hop
@@ -47,7 +47,7 @@ class RemoteSum:
         return Summand(self, number, pb.Summand(key=self._key, number=number))
 
     def request(self) -> pb.TakeSum:
-        """Return the request for the sum, still without a contract."""
+        """Return the request for the sum. ``ServerConnection.take_sum`` adds the contract."""
         return pb.TakeSum(key=self._key, numbers=sorted(self._added))
 
     def ended(self, number: int, added: SummedPass | None) -> None:

@@ -18,10 +18,10 @@ _COMPUTED = "computed by any server"
 
 
 class RetryBudget:
-    """The retry budget of one pass, which ends when nothing has worked for ``recovery_timeout_s`` since a failure.
+    """The retry budget of one pass. It ends if no block is computed within ``recovery_timeout_s`` after a failure.
 
-    If an answer in training is not finite, it is first computed again, by another server if possible. Only then is the
-    server or the training blamed.
+    If an answer in training is not finite, it is first computed again, by another server if possible. Only the second
+    answer decides whether the server or the training is to blame.
 
     Attributes:
         alarms: the number of proven servers that counted as stalled.
@@ -42,7 +42,7 @@ class RetryBudget:
             NoRoute: there is no chain, though no server has failed. RecoveryFailed: failures have left no chain.
         """
         stall = self._stall
-        if self._suspected is not None:
+        if self._suspected is not None:  # another server answers if there is one, or else the same
             with contextlib.suppress(NoRoute):  # no other server has the blocks
                 return await self._swarm.chain(span, avoid=(self._suspected.peer_id,), timeout_s=0.0, pushes=False)
         if self._suspected is not None or stall is None:
@@ -68,7 +68,7 @@ class RetryBudget:
                 raise TrainingDiverged(f"{who} {what}: {ADVICE}") from None
             self._suspected = error
             return
-        if isinstance(error, Stalled):
+        if isinstance(error, Stalled):  # each alarm of a proven server doubles the time of later watches
             self.alarms += self._swarm.has_worked(error.peer_id)
             self._swarm.distrust_newcomers()
         self._swarm.failed(error)

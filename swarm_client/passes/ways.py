@@ -10,7 +10,7 @@ from swarm_client.transport.wire_tensor import Context, WireTensor
 
 @dataclass(frozen=True)
 class Visited:
-    """A server's visit by some rows.
+    """One server on the way of some rows, with what its backward pass needs.
 
     Attributes:
         hidden: the hidden states with which the rows entered the server's blocks.
@@ -24,7 +24,7 @@ class Visited:
 
 @dataclass(frozen=True)
 class Way:
-    """The way of one micro-batch through the blocks, with the context that accompanied it.
+    """The way of one micro-batch through the blocks, with the context of its requests.
 
     Attributes:
         positions: the positions of the batch that were sent; the others are padding in all rows.

@@ -1,9 +1,9 @@
 """Verification: the model chooses each token exactly as without a draft, and guesses are compared with its choice.
 
-A token is sampled with the same random numbers as without a draft. A draft does not change the text, not even for a
-seed; it only changes how many tokens one pass gives. Guesses are drawn with the same random numbers. This is a coupling
-by Gumbel noise (Maddison et al., "A* Sampling", 2014): ``torch.multinomial`` takes the token with the largest p / e,
-where the e are exponential.
+A token is sampled with the same random numbers as without a draft. A draft therefore never changes the text of a seed;
+it only changes how many tokens one pass gives. Guesses are drawn with the same random numbers, which makes them right
+more often. This is a coupling by Gumbel noise (Maddison et al., "A* Sampling", 2014): ``torch.multinomial`` takes the
+token with the largest p / e, where the e are exponential.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 
 from swarm_client.speculation.draft import Guesses
 
-# These use only a row's scores and their own settings. They also fit a draft's scores, and many rows at once.
+# These processors use only a row's scores and their own settings, so they fit a draft's scores and many rows at once.
 BY_ROW = (
     InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
@@ -69,7 +69,7 @@ class SampledRanking:
     def _next(self, generator: torch.Generator, size: int) -> torch.Tensor:
         """Return the noise [1, size] that ``generator`` will draw for the token after those of ``_noise``."""
         assert self._state is not None
-        kept = generator.get_state()
+        kept = generator.get_state()  # the text's own tokens are drawn from here on
         generator.set_state(self._state)
         noise = torch.empty(1, size).exponential_(1, generator=generator)
         self._state = generator.get_state()

@@ -10,10 +10,9 @@ import torch
 
 from swarm_client.speculation.policy import DraftPlan
 
-# The worth of an m-th row to a branch, relative to the branch's probability. The first row adds a token and its
-# likeliest continuation. Later rows add other continuations, which are worth little.
+# The worth of a branch's m-th row (1.0, 0.2 / 2, 0.2 / 3, …), relative to the branch's probability. The first row adds
+# a token and its likeliest continuation. Later rows add other continuations, which are worth little.
 _FIRST_ROW, _LATER_ROW = 1.0, 0.2
-
 
 Ranking = Callable[[torch.Tensor, int], torch.Tensor]
 """The order of guesses, which puts first what the model is most likely to choose.
@@ -107,7 +106,7 @@ class SteppedSession(DraftSession):
         branches, by_row = [_Branch((), 1.0, range(plan.num_rows))], logits[None].expand(plan.num_rows, -1)
         while True:
             grown = _grown(branches, by_row, ranking)
-            if sum(branch.probability for branch in grown) < plan.least:
+            if sum(branch.probability for branch in grown) < plan.least:  # another guess costs more than it brings
                 break
             branches = grown
             if len(branches[0].token_ids) == plan.length:
@@ -132,7 +131,7 @@ class _Branch:
         best = scores.softmax(-1).topk(min(len(self.rows), len(scores)))
         probabilities: list[float] = best.values.tolist()
         counts = [0] * len(probabilities)
-        for _ in self.rows:
+        for _ in self.rows:  # each row goes to the token for which it is worth most
             worth = [
                 p * (_LATER_ROW / (count + 1) if count else _FIRST_ROW)
                 for p, count in zip(probabilities, counts, strict=True)

@@ -24,7 +24,7 @@ from swarm_protocol.errors import PeerBusy, SwarmError
 from swarm_protocol.failures import undone_on_error
 
 MOST_SHARING = 2  # sessions of a server; with more, no guesses are verified
-_FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # from the text
+_FOLLOWS = {"attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache"}  # known from the text
 _BY_POSITION = {"attention_mask", "position_ids", "token_type_ids"}  # [1, positions]; can be extended to more tokens
 _IN_OUTPUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -52,13 +52,13 @@ def may_speculate(
 
 
 def _writes_only_tokens(config: GenerationConfig) -> bool:
-    """Return whether the stock loop would do nothing else than to write tokens, one at a time."""
+    """Return whether the stock loop would only write tokens, one at a time."""
     is_stock = config.prefill_chunk_size is None and not config.is_assistant
     return is_stock and not any(getattr(config, name, None) for name in _IN_OUTPUT)
 
 
 def _says_nothing_else(model_kwargs: dict[str, Any], cache_argument: str) -> bool:
-    """Return whether all arguments besides the text follow from the text, such as positions that count from 0."""
+    """Return whether the text determines all other arguments, such as positions that count from 0."""
     given = {name for name, value in model_kwargs.items() if value is not None}
     positions = model_kwargs.get("position_ids")
     counts = positions is None or torch.equal(positions.cpu(), torch.arange(positions.shape[-1])[None])
@@ -72,7 +72,7 @@ def has_room(session: RemoteSession) -> bool:
 
 @dataclass(frozen=True)
 class Ends:
-    """The end of a text: one of the ``stop_ids``, or ``most_tokens`` more tokens."""
+    """The conditions that end a text: one of the ``stop_ids``, or ``most_tokens`` more tokens."""
 
     stop_ids: frozenset[int]
     most_tokens: int
@@ -134,7 +134,7 @@ class SpeculativeGeneration:
         self._model, self._text, self._session, self._guessing = model, text, session, guessing
         self._past = Past(session)
         self._most_rows = MOST_POSITIONS
-        self._row = 0  # of the session, from which the text continues
+        self._row = 0  # the row of the session from which the text continues
 
     def run(self, config: GenerationConfig, model_kwargs: dict[str, Any], company: Company) -> torch.Tensor:
         """Return the whole text, [1, length]."""
@@ -159,7 +159,7 @@ class SpeculativeGeneration:
             can_join = is_plain and text.ends() is not None and company.computes_for(self._model, config)
             model_kwargs = self._model._update_model_kwargs_for_generation(outputs, model_kwargs)
             self._guessing.begin(int(text.ids[0, -1]), hidden)
-            self._past.settle(0, 0)
+            self._past.settle(0, 0)  # the pass of the prompt had no guesses
             del outputs, hidden  # the prompt's logits may be large
             try:
                 while not text.is_over and (company.is_alone() or not can_join):
@@ -175,6 +175,7 @@ class SpeculativeGeneration:
     ) -> dict[str, Any]:
         """Add the tokens of one pass to the text, and return the stock arguments of the next pass."""
         text = self._text
+        # A pass gives one token more than it has right guesses.
         most = text.criteria.max_length - text.ids.shape[1] - 1 if text.criteria.max_length else 0
         guesses = self._guessing.next(most, most_rows=self._most_rows, is_alone=is_alone)
         outputs, guesses = self._pass(guesses, model_kwargs)
@@ -192,7 +193,7 @@ class SpeculativeGeneration:
         rows = max(1, guesses.num_rows)
         if guesses.length:
             self._past.keep()
-        if rows > 1 or self._session.batch_size != 1:
+        if rows > 1 or self._session.batch_size != 1:  # all rows continue from the row whose guesses were right
             self._session.reorder(torch.full((rows,), self._row))
             self._row = 0
         if rows == 1:
@@ -201,7 +202,7 @@ class SpeculativeGeneration:
             with self._session.with_optional_rows():
                 return self._forward(guesses, model_kwargs), guesses
         except SwarmError as error:
-            if isinstance(error, PeerBusy):
+            if isinstance(error, PeerBusy):  # there is no KV room for more rows
                 self._most_rows = 1
         self._session.reorder(torch.tensor([0]))
         guesses = self._guessing.only_first_row()
@@ -213,13 +214,14 @@ class SpeculativeGeneration:
             ids = torch.cat([ids.expand(guesses.num_rows, -1), guesses.token_ids.to(ids.device)], 1)
             for name in _BY_POSITION:
                 kwargs[name] = _longer(kwargs.get(name), ids.shape[1], guesses.num_rows, counts=name == "position_ids")
+        # The last token of the text is not in the session yet.
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=guesses.length + 1, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = guesses.length + 1
         length = self._session.length
 
-        def drop_guesses() -> None:
-            self._session.crop(max(0, self._session.length - length - 1))  # guesses that were not verified
+        def drop_guesses() -> None:  # as far as the servers have computed them; the text's last token stays
+            self._session.crop(max(0, self._session.length - length - 1))
 
         with undone_on_error(drop_guesses):
             return self._model(**inputs, return_dict=True)
@@ -229,11 +231,11 @@ class SpeculativeGeneration:
         text = self._text
         length = text.ids.shape[1]
 
-        def settle_chosen() -> None:
+        def settle_chosen() -> None:  # the text has the tokens that were chosen before the error
             chosen = text.ids[0, length:].tolist()
             known = torch.tensor(chosen[:-1], dtype=guesses.token_ids.dtype)
             rows = (guesses.token_ids[:, : len(known)] == known).all(1).nonzero().flatten().tolist()
-            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses)
+            self._settle(Verified(chosen or [-1], rows[0] if rows else 0), guesses)  # -1: no token, and no right guess
 
         with undone_on_error(settle_chosen):
             found = verify(guesses, logits, text.choose)

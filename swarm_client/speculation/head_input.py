@@ -30,5 +30,5 @@ class HeadInput:
             self._handle.remove()
 
     def _keep(self, _head: Any, args: tuple[Any, ...]) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread:  # generations of other threads use the same head
             self._last = args[0].detach()

@@ -14,9 +14,9 @@ _FIRST_PASSES = 2  # passes without guesses that measure the cost of a pass
 _NUM_REMEMBERED = 6  # passes of each size
 _MAX_AGE = 64  # passes after which a measurement is too old
 _OUTLIER = 3.0  # times the median; a longer pass has waited for something else
-_SLOPE_GUESS = 0.004  # share of a pass's time that another position costs, until it is measured;
-_SLOPE_WEIGHT = 8.0  # this prior counts like two passes, one of them with four guesses
-_PRIOR_WEIGHT = 6.0  # guesses
+_SLOPE_GUESS = 0.004  # the share of a pass's time that another position costs, until it is measured
+_SLOPE_WEIGHT = 8.0  # the weight of that prior, in squares of a difference of positions; see ``_fit_slope``
+_PRIOR_WEIGHT = 6.0  # the prior of the acceptance counts like this many guesses
 _FORGET = 0.99  # the factor of old counts at each pass
 _CATCH = {1: 0.0, 2: 0.12, 3: 0.18, 4: 0.22, 6: 0.27, 8: 0.3}  # by rows: the prior share of misses that others catch
 
@@ -51,7 +51,7 @@ PLAIN = DraftPlan()
 
 
 class PassCosts:
-    """The seconds of passes by their positions: one, or a line through several; from a few passes of each size."""
+    """The seconds of passes by their positions: those of one position, and a line through those of several."""
 
     def __init__(self) -> None:
         self._passes: dict[int, deque[tuple[int, float]]] = {}  # by positions: the number of the pass, seconds
@@ -74,8 +74,8 @@ class PassCosts:
     def fit(self) -> tuple[float, float, float]:
         """Return the seconds of a one-position pass, of the step to several positions, and of each added position.
 
-        Servers have a faster path for one position, so the second position costs more than later ones. A disturbance
-        makes a pass longer and never shorter, so the shortest passes are used.
+        Servers have a faster path for one position, so the second position costs more than later ones. The shortest
+        passes are used, because disturbances only make a pass longer.
         """
         recent = [
             (positions, seconds)
@@ -96,14 +96,14 @@ class PassCosts:
 
 
 class Acceptance:
-    """The share of right guesses among those after right ones, by the number of rows. Old counts fade slowly."""
+    """The share of right guesses among the guesses that follow right ones, by the number of rows. Old counts fade."""
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
         self._counts: dict[int, tuple[float, float]] = {}  # right guesses, all guesses
 
     def add(self, num_rows: int, num_right: int, num_guesses: int) -> None:
-        """Count a pass's best line. Guesses after a wrong one do not count, because they say nothing."""
+        """Count a pass's best line. Guesses after a wrong one do not count, because nobody knows if they were right."""
         tried = num_right + (num_right < num_guesses)
         right, all_ = self._counts.get(num_rows, (0.0, 0.0))
         self._counts[num_rows] = right + num_right, all_ + tried
@@ -165,6 +165,7 @@ class Policy:
                 seconds = pass_s + several_s + position_s * (rows * (length + 1) - 1) + guess_s * length
                 rate = expected_tokens(acceptance, length) / seconds
                 if rate > best_rate:
+                    # Another guess in each row takes time in which this rate gives so many tokens.
                     best, best_rate = DraftPlan(rows, length, (position_s * rows + guess_s) * rate), rate
         return best
 

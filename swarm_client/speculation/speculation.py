@@ -62,13 +62,13 @@ class Speculation:
     def begin(self, prompt: list[int], ranking: Ranking, size: DraftPlan | None = None) -> Guessing | None:
         """Begin the guesses of one generation; return None if there are none.
 
-        ``size`` is the size of every pass, instead of the fastest.
+        ``size``: a fixed size of every pass; None: the policy chooses.
         """
         if self.draft is None or self.off:
             return None
         with self._lock:
             prior = self.draft.acceptance if self._acceptance is None else self._acceptance
-            costs = copy.deepcopy(self._costs)
+            costs = copy.deepcopy(self._costs)  # generations of several threads each continue a copy
         policy = Policy(prior, self.draft.most_rows, self._least_pass_s, costs)
         return Guessing(self, self.draft, prompt, ranking, policy, size)
 
@@ -151,7 +151,7 @@ class Guessing:
         self.written(token_ids, before)
 
     def written(self, token_ids: list[int], hidden: torch.Tensor | None) -> None:
-        """Take tokens that the model has chosen; the time of their pass says nothing about the cost of a pass."""
+        """Take tokens that the model has chosen. The time of their pass is not measured."""
         self._num_unread += len(token_ids)
         self._by_draft(lambda draft: draft.confirm(token_ids, hidden))
 

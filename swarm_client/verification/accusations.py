@@ -1,8 +1,8 @@
-"""Accusations of servers that answer wrongly: how a client publishes its own, and how it verifies others' ones.
+"""Accusations of servers that answer wrongly: how a client publishes its own, and how it verifies those of others.
 
-A client asks the server again with inputs derived from a seed, and has it sign the answer. Other servers of the same
-blocks repeat the computation, and publish the evidence if their results differ. The evidence needs no trust: each
-reader has other servers compute it again.
+A client asks the server again with inputs derived from a seed, and has the server sign the answer. Other servers of the
+same blocks repeat the computation, and publish the evidence if their results differ. Nobody has to be trusted: each
+reader of the evidence has further servers repeat the computation.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class AccusationClient:
         self._slanderers: set[str] = set()  # publishers of false accusations
 
     async def tell(self, liar: str, span: Span, hidden_size: int) -> bool:
-        """Accuse a liar over ``span`` before other servers. Return whether some have found the accusation right.
+        """Accuse a liar over ``span`` before other servers. Return whether one of them confirms the accusation.
 
-        If none have, inform them of the doubt.
+        If none does, inform some servers of the doubt.
         """
         record = self._swarm.record_of(liar)
         if record is None:
@@ -73,10 +73,11 @@ class AccusationClient:
                 _logger.info("server %s did not take a doubt: %s", server.short_id, error)
 
     async def _show(self, record: ServerRecord, span: Span, hidden_size: int) -> bool:
+        """Show evidence to servers that hold some of the blocks. Return whether one of them confirms it."""
         liar = record.peer_id
         servers = [server for server in await self._swarm.usable_servers() if server.peer_id != liar]
         judges = [server for server in servers if _overlap(server.span, span) is not None]
-        self._chance.shuffle(judges)
+        self._chance.shuffle(judges)  # sorting keeps this order among judges that round as the liar does, and others
         judges.sort(key=lambda server: kind_of(server) != kind_of(record))
         shown = False
         for judge in judges[:_JUDGES]:
@@ -91,9 +92,10 @@ class AccusationClient:
         return shown
 
     async def _false_statement(self, record: ServerRecord, judge: Hop, hidden_size: int) -> Evidence | None:
-        """Return a signed statement that the judge's answer contradicts; None if many attempts bring none.
+        """Return a signed statement that the judge's answer contradicts; None if all attempts fail.
 
-        A server that lies now and then mostly signs the truth. Only the liar computes again in each attempt.
+        Many attempts are needed, because a server that lies now and then mostly signs the truth. The judge answers each
+        probe once, and only the liar computes again in each attempt.
         """
         for _ in range(_QUESTIONS):  # a server may answer some probes rightly and others wrongly
             seed = new_seed()
@@ -124,7 +126,7 @@ class AccusationClient:
 
     async def _try(self, key: bytes, publisher: str, message: pb.Evidence) -> None:
         """Try to decide about an accusation, and count the try. Once decided, the accusation is not tried again."""
-        if len(self._tries) > _MAX_KNOWN:
+        if len(self._tries) > _MAX_KNOWN:  # anybody may publish accusations; to verify some again does no harm
             self._tries.clear()
         self._tries[key] += 1
         evidence = await self._parsed(message, publisher)
@@ -132,9 +134,9 @@ class AccusationClient:
             self._tries[key] = _MOST_TRIES
 
     async def _parsed(self, message: pb.Evidence, publisher: str) -> Evidence | None:
-        """Return the evidence; None if it is too old, or is none. Then its publisher is not believed any more."""
+        """Return the evidence; None if it is too old or invalid. A publisher of invalid evidence is ignored later."""
         try:
-            return await asyncio.to_thread(Evidence.parse, message, time.time())
+            return await asyncio.to_thread(Evidence.parse, message, time.time())  # it verifies a signature
         except Expired:
             pass
         except ValueError as error:
@@ -157,7 +159,7 @@ class AccusationClient:
         return Evidence.of(statement, seed, hidden_size, time.time())
 
     async def _is_decided(self, evidence: Evidence, publisher: str) -> bool:
-        """Judge the evidence. Return whether that is done; False: no witness has answered, and one may do so later."""
+        """Judge the evidence. Return whether it is decided; False: no witness has answered, but one may do so later."""
         statement, accused = evidence.statement, self._swarm.record_of(evidence.statement.peer_id)
         if accused is None or self._swarm.is_banned(accused.peer_id):
             return True

@@ -1,4 +1,4 @@
-"""Decides which answers of a client's servers are checked, and acts on those that were wrong."""
+"""Decides which answers of a client's servers are checked, and leaves out servers that answered wrongly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MAX_HISTORIES = 4096  # the limit of remembered servers
 
 @dataclass
 class _Doubt:
-    """A doubt about one server. ``num_left``: the checks until the doubt is over."""
+    """A doubt about one server. ``num_left``: the number of checks until the doubt is over."""
 
     num_left: int = 0
     since_s: float = -inf
@@ -63,7 +63,7 @@ class _Doubt:
 
 @dataclass
 class _Past:
-    """The results of one server's checks. ``own``: this client's doubt; ``heard``: doubt of other clients."""
+    """The results of one server's checks. ``own``: the doubt of this client; ``heard``: the doubt of other clients."""
 
     first_s: float
     passed: int = 0
@@ -116,7 +116,7 @@ class Checker:
         return bool(self._tasks)
 
     def has_new(self, hops: Route) -> bool:
-        """Return whether first answers of some of these servers are still unchecked, and can be checked."""
+        """Return whether some of these servers have first answers that are unchecked and can be checked."""
         peer_ids = frozenset(hop.server.peer_id for hop in hops)
         return not peer_ids <= self._known and self._alone.get(peer_ids, 0.0) <= now_s()
 
@@ -127,6 +127,8 @@ class Checker:
 
         ``is_owed``: some row of the session is still unchecked, and its turn has come. See ``CheckBudget``.
         """
+        # Servers compute the steps of many sessions together. A step is then cheaper, and a prompt position costs more
+        # of such steps.
         price = min(1.0, self.price * self._num_active(session))
         share = max(share_of(self._history(hop.server), self.share) for hop in hops)
         peer_ids = frozenset(hop.server.peer_id for hop in hops)
@@ -145,7 +147,7 @@ class Checker:
 
     def _num_active(self, session: object) -> int:
         """Return the number of sessions with a recent step, this one included."""
-        self._stepped_s.pop(session, None)
+        self._stepped_s.pop(session, None)  # so that the session is the newest key again
         self._stepped_s[session] = now = now_s()
         for other in [other for other, stepped_s in self._stepped_s.items() if stepped_s < now - _ACTIVE_S]:
             del self._stepped_s[other]
@@ -199,10 +201,12 @@ class Checker:
         peer_ids = frozenset(hop.server.peer_id for hop in sample.hops)
         self._known |= verdict.passed
         differing = {peer_id for each in verdict.disagreements for peer_id in each.servers}
+        # Servers that differ count as checked too, so that a doubt ends after some checks whatever they bring.
         for peer_id in verdict.passed | (differing & peer_ids):
             self._past(peer_id).count_check(has_passed=peer_id in verdict.passed)
         for peer_id in differing:
             self.doubt(peer_id)
+        # Without this, sessions would wait again and again for a server whose checks never come to an end.
         self._known |= {peer_id for peer_id in peer_ids if len(self._waits[peer_id]) >= _MOST_WAITS}
         self._ban(verdict, sample, reporter)
         for disagreement in verdict.disagreements:
@@ -215,7 +219,7 @@ class Checker:
             self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
 
     def _ban(self, verdict: CheckVerdict, sample: SampledAnswer, reporter: Reporter) -> None:
-        """Leave out servers that have lied, and for a while all those of which some server must have."""
+        """Leave out servers that have lied, and for a while all suspects, because at least one of them has lied."""
         for lie in verdict.lies:
             self._swarm.ban(lie.server)
             self._known.discard(lie.server)
@@ -242,15 +246,15 @@ class Checker:
     def hear_doubt(self, peer_id: str) -> None:
         """Check a server sooner for a while, because other clients doubt it. ``share`` limits the cost of slander.
 
-        A server that was never checked is checked more anyway. Nothing is stored for it: otherwise strangers could
-        crowd out the histories of other servers.
+        A server without a history is checked more anyway, and gets no history here: otherwise strangers could crowd out
+        the histories of other servers.
         """
         if peer_id in self._pasts:
             self._pasts[peer_id].heard.begin(now_s())
 
     def _past(self, peer_id: str) -> _Past:
         if peer_id not in self._pasts and len(self._pasts) >= _MAX_HISTORIES:
-            del self._pasts[next(iter(self._pasts))]
+            del self._pasts[next(iter(self._pasts))]  # the server that was first checked longest ago
         return self._pasts.setdefault(peer_id, _Past(now_s()))
 
     def _say_once(self, what: Any, sentence: str) -> None:

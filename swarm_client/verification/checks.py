@@ -40,8 +40,9 @@ class SampledAnswer:
         codecs: the codecs from the client to the first hop, between hops, and back to the client.
         inputs: hidden [1, positions, hidden_size], all inputs of the row.
         outputs: [last, hidden_size], the outputs of the last positions.
-        is_first_chain: no other servers computed this session before ``hops``; keys and values may come from such ones.
-        is_rounded: some link of the session has rounded, one of these or an earlier one.
+        is_first_chain: whether ``hops`` have computed all keys and values of the session; if not, other servers may be
+            the ones that were wrong.
+        is_rounded: whether a link of the session has rounded, one of these links or an earlier one.
     """
 
     hops: Route
@@ -85,7 +86,7 @@ class SampleCheck:
             return CheckVerdict(unchecked=unchecked)
         bounds = self._bounds_of_chain(parts)
         answers, hidden = await self._compute_again(parts)
-        if self._compare(hidden).excess(bounds) >= 1:
+        if self._compare(hidden).excess(bounds) >= 1:  # 1: as far apart as the bounds allow
             found = await self._find_out(parts, answers, servers)
             return found if found.is_wrong else self._contradiction(parts, answers)
         # Bounds that are wide for some parts would hide the lies of others.
@@ -113,7 +114,7 @@ class SampleCheck:
             hidden, number = answers[-1][-1].outputs, part.hop.span.end - 1
             if additions is not None and number < additions.shape[2]:
                 hidden = WireTensor.of(self._decoded(hidden)[None] + additions[:, :, number])
-            hidden = hidden.recoded(codec).recoded(pb.RAW)
+            hidden = hidden.recoded(codec).recoded(pb.RAW)  # what the link left of it, sent here without a codec
         return answers, hidden
 
     def _compare(self, hidden: WireTensor) -> Comparison:
@@ -126,7 +127,7 @@ class SampleCheck:
     async def _find_out(
         self, parts: Iterable[CheckedHop], answers: Iterable[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> CheckVerdict:
-        """Ask each of these parts' servers by itself, and further ones if it differs from the second server."""
+        """Ask each part's server alone. If its answer differs from the second server's, ask further servers."""
         lies: list[Lie] = []
         disagreements: list[Disagreement] = []
         for part, again in zip(parts, answers, strict=True):
@@ -143,7 +144,7 @@ class SampleCheck:
     async def _second_opinion(
         self, parts: Sequence[CheckedHop], answers: Sequence[Sequence[_Answer]], servers: Sequence[ServerRecord]
     ) -> CheckVerdict:
-        """Ask a third server although two agree, as they may lie together. Here, two against one ban no server."""
+        """Ask a third server although two agree, because they may lie together. Two against one ban no server here."""
         part, again = self._chance.choice(
             [(part, again) for part, again in zip(parts, answers, strict=True) if part.others is not None]
         )
@@ -162,7 +163,7 @@ class SampleCheck:
     ) -> CheckVerdict:
         """Return which servers are outvoted over the hop's blocks. Further servers are asked until three agree.
 
-        ``ways``: answers of which some differ, that of the hop's server first. ``least``: see ``majority``.
+        ``ways``: answers of which some differ, first the answer of the hop's server. ``least``: see ``majority``.
         """
         found = await self._agreeing(hop, ways, servers, least)
         lies = await self._lies_against(found, hop, ways) if found else []
@@ -193,6 +194,7 @@ class SampleCheck:
         witnesses = tuple(name for number in sorted(found) for name in _names(ways[number]))
         lies: list[Lie] = []
         for number, way in enumerate(ways):
+            # Bounds are wide: an answer may agree with one of the majority and differ from another one.
             if number in found or any(self._agree_all(way, ways[other]) for other in found):
                 continue
             if len(way) == 1:
@@ -206,7 +208,7 @@ class SampleCheck:
         return majority(len(ways), [(i, j) for i, j in pairs if self._agree_all(ways[i], ways[j])], least)
 
     async def _lies_among(self, way: Sequence[_Answer], hop: Hop, witnesses: tuple[str, ...]) -> list[Lie]:
-        """Return which of the servers that computed the hop's blocks again were wrong: the hop's server is right."""
+        """Return which servers of a way over the hop's blocks were wrong, given that the hop's server is right."""
         lies = []
         for answer in way:
             own = await self._answer(Hop(hop.server, answer.hop.span), answer.inputs)
@@ -215,7 +217,7 @@ class SampleCheck:
         return lies
 
     def _contradiction(self, parts: Sequence[CheckedHop], answers: Sequence[Sequence[_Answer]]) -> CheckVerdict:
-        """Return the verdict if all agree now: then some server of the chain has answered otherwise in the session."""
+        """Return the verdict if all servers agree now, so that some server answered otherwise in the session."""
         checked = [part.hop for part in parts]
         if not self._sample.is_first_chain:
             return CheckVerdict(suspects=frozenset())
@@ -237,7 +239,7 @@ class SampleCheck:
     async def _answer(self, hop: Hop, hidden: WireTensor) -> _Answer:
         try:
             server = await self._swarm.server(hop.server)
-            if self._sample.adapter.part(hop.span) is None:
+            if self._sample.adapter.part(hop.span) is None:  # statements name no adapters
                 inputs = replace(self._sample.inputs, hidden=self._decoded(hidden)[None])
                 outputs, _ = await server.stated(hop.span, inputs, hidden)
             else:

@@ -17,7 +17,7 @@ _INDEPENDENT = 0.25  # the share of choices in which another address counts more
 
 @dataclass(frozen=True)
 class CheckedHop:
-    """One hop of a chain, and the servers that compute its blocks again; None if no others have them all."""
+    """One hop of a chain, and other servers that compute its blocks again; None if no others hold all of the blocks."""
 
     hop: Hop
     others: Route | None
@@ -33,7 +33,7 @@ def kind_of(server: ServerRecord) -> RoundingKind:
 
 
 def references(servers: Sequence[ServerRecord], hops: Route, chance: random.Random) -> list[CheckedHop]:
-    """Return for every hop of a chain other servers of its blocks, from outside the chain if possible.
+    """Return other servers of the blocks of every hop of a chain, from outside the chain if possible.
 
     ``servers``: the servers that may be used now.
     """
@@ -57,8 +57,8 @@ def others(
     Servers that round as the hop's server does can be compared most exactly. Servers at other public addresses are less
     likely to belong to the owner of the judged servers: the hop's server and those in ``judged``. Mostly, equal
     rounding counts more. The address counts more in a share ``_INDEPENDENT`` of choices: otherwise an owner could
-    escape by announcing a kind that only its own servers have. Then come servers with most of the blocks that are
-    left. Among equals, chance decides, so that the choice of the checking server is unpredictable.
+    escape by announcing a kind that only its own servers have. Among servers that are equal in both, those with most of
+    the remaining blocks come first. Then chance decides, so that the choice of the checking server is unpredictable.
     """
     kind, block, route = kind_of(hop.server), hop.span.start, []
     hosts = hosts_of(hop.server).union(*(hosts_of(server) for server in servers if server.peer_id in judged))

@@ -50,7 +50,7 @@ def share_of(history: CheckHistory, steady: float) -> float:
 
 
 def price_of(servers: Sequence[ServerRecord]) -> float:
-    """Return the cost of a position computed among many, in steps: the median of what servers announce.
+    """Return the cost in steps of a position that is computed among many, the median of what servers announce.
 
     The result is 1, the maximum, if no server announces its speeds.
     """
@@ -63,7 +63,7 @@ def price_of(servers: Sequence[ServerRecord]) -> float:
 
 
 def work_of(num_rows: int, num_tokens: int, price: float) -> float:
-    """Return the steps that a client's step of new positions counts for."""
+    """Return the work in steps of a client's step with ``num_tokens`` new positions in each row."""
     return num_rows * max(1.0, num_tokens * price)
 
 
@@ -75,9 +75,9 @@ def check_cost(length: int, price: float) -> float:
 class CheckBudget:
     """The budget that a client may spend on checks, and the rules of spending it.
 
-    The savings are for texts that were not checked yet. A small part, and all above the savings' limit, is spent at
-    random moments of all texts. No position is therefore safe from checks. Servers that other clients doubt have a
-    reserve. On average no more is spent than the share of the work, whichever server is doubted.
+    The savings are for texts that were not checked yet. A small part of what is earned, and all above the savings'
+    limit, is spent at random moments of all texts. No position is therefore safe from checks. Servers that other
+    clients doubt have a reserve. On average no more is spent than the share of the work, whichever server is doubted.
     """
 
     def __init__(self, chance: Callable[[], float]) -> None:
@@ -101,16 +101,17 @@ class CheckBudget:
         ``is_heard``: other clients doubt one of the servers.
         """
         earned = share * work
+        # First the reserve is filled, up to the cost of one doubt's checks.
         kept = min(_FOR_DOUBTS * earned, max(0.0, min(_MOST_KEPT, DOUBT_CHECKS * cost) - self._kept))
         self._kept += kept
         earned -= kept
         beside = _BESIDE * earned
         saved = min(self._saved + earned - beside, _MOST_SAVED)
-        beside += self._saved + earned - beside - saved
+        beside += self._saved + earned - beside - saved  # what the limit of the savings has cut off
         self._saved = saved
         if not is_possible:
             return False
-        if self._chance() * cost < beside:
+        if self._chance() * cost < beside:  # on average, this spends ``beside``, so no account is kept
             return True
         if is_heard and self._chance() * cost * _DOUBT_STEPS < min(self._kept, cost):
             self._kept -= cost

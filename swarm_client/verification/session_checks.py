@@ -20,7 +20,7 @@ from swarm_protocol.wire.block_input import BlockInput
 
 FIRST_OUTPUTS = 8  # outputs that are requested at the first step, even if fewer are used
 _MOST_OUTPUTS = 256  # positions that are kept
-_MOST_ROUNDS = 8  # checks of one step, each of which has shown that some server lies
+_MOST_ROUNDS = 8  # checks of one step; another follows only after a check that has found a lie
 _SOON = 8  # the first check of a text comes at a random step among this many
 _PROMPT_TOKENS = 33  # a step of so many positions begins a text; servers verify fewer guesses at once
 
@@ -42,7 +42,7 @@ class SessionChecks:
         self._repairs = 0  # recoveries and moves so far
         self._outputs: list[torch.Tensor] = []  # each [batch, positions, hidden_size], the last ones of the session
         self._length = 0
-        self._good_length = 0  # positions whose outputs passed, or that come before such ones
+        self._good_length = 0  # positions up to the last one whose output has passed a check
         self._blamed: frozenset[str] = frozenset()  # servers whose tokens have been reported as doubtful already
         self._owed: list[int] = []  # rows that were not checked since their text began
         self._steps_left = 0  # steps until owed rows may be checked
@@ -84,7 +84,7 @@ class SessionChecks:
 
         Args:
             codecs: the codecs of the links to, between and from these servers.
-            rows: returns all inputs of one row of the session, [1, length, hidden_size], including the step's.
+            rows: a function from a row's number to all of the row's inputs, [1, length, hidden_size], with the step's.
             outputs: [batch, asked, hidden_size], the outputs of the step's last positions.
             num_tokens: the positions that the step adds to every row; ``length``: all positions of the session now.
             reordered: the old row of each row, if rows were reordered before the step; None if not.
@@ -94,7 +94,7 @@ class SessionChecks:
         self._is_rounded |= not {pb.RAW}.issuperset(codecs)
         batch_size = len(outputs)
         self._owe(batch_size, num_tokens, reordered)
-        if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:  # in every row
+        if sum(kept.shape[1] for kept in self._outputs) < MIN_POSITIONS:  # fewer positions say too little
             return True
         owed = [row for row in self._owed if row < batch_size]
         is_owed = bool(owed) and self._steps_left <= 0
@@ -108,7 +108,7 @@ class SessionChecks:
             self._owed = owed = [each for each in owed if each != row]
             kept = self._kept(row)
             sample = SampledAnswer(hops, codecs, rows(row), kept, adapter, self._is_first_chain, self._is_rounded)
-            wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0
+            wait_s = self._swarm.config.timeouts.check_s if is_new else 0.0  # only first answers are held back
             verdict = await self._checker.check(
                 sample, self._reporter, wait_s=wait_s, then=partial(self._learn, length=length, row=row)
             )
@@ -118,7 +118,7 @@ class SessionChecks:
         return True
 
     def _take(self, verdict: CheckVerdict | None, row: int, hops: Route, length: int, num_before: int) -> bool | None:
-        """Take a row's verdict, if there is one. Return whether the step's outputs may be used; None: check again."""
+        """Take a row's verdict, if there is one. Return whether the outputs may be used; None: check once more."""
         if verdict is None:
             return True
         self._owe_again(verdict, row)
@@ -126,7 +126,7 @@ class SessionChecks:
             if self._good_length < num_before:  # earlier outputs were returned to the user already
                 self._call_doubtful(verdict.distrusted, num_before)
             return False
-        if verdict.lies:
+        if verdict.lies:  # a checking server has lied, so that this check says nothing about the chain
             return None
         if verdict.passed:
             self._good_length = length
@@ -171,18 +171,18 @@ class SessionChecks:
         before = self._hops
         repairs, self._repairs = self._repairs, self._reporter.num_repairs
         self._good_length = min(self._good_length, length - num_tokens)
-        num_cropped = self._length - (length - num_tokens)
+        num_cropped = self._length - (length - num_tokens)  # positions that were removed since the last step
         self._hops, self._length = hops, length
         same = [hop.server.peer_id for hop in hops] == [hop.server.peer_id for hop in before]
         if before and (not same or repairs != self._repairs):
             self._is_first_chain, self._outputs = False, []
             return  # unknown: which of the servers computed which outputs
-        if num_cropped < 0 or outputs.shape[1] < num_tokens:
+        if num_cropped < 0 or outputs.shape[1] < num_tokens:  # positions without outputs lie between
             self._outputs.clear()
         elif num_cropped or reordered is not None:
             self._outputs = _changed(self._outputs, num_cropped, reordered)
         self._outputs.append(outputs)
-        while sum(kept.shape[1] for kept in self._outputs[1:]) >= _MOST_OUTPUTS:
+        while sum(kept.shape[1] for kept in self._outputs[1:]) >= _MOST_OUTPUTS:  # enough without the oldest
             del self._outputs[0]
 
 

@@ -9,7 +9,7 @@ from swarm_protocol.span import Span
 
 @dataclass(frozen=True)
 class Lie:
-    """A proven lie: a server's answer differs from that of two others, or from its own to the same question.
+    """A proven lie: a server's answer differs from that of two others, or from its own earlier answer.
 
     Attributes:
         server: the server's peer id; ``span``: the blocks.
@@ -36,7 +36,7 @@ class CheckVerdict:
     Attributes:
         passed: the peer ids of the chain's servers whose answers were right.
         lies: proven lies; ``disagreements``: undecided differences.
-        suspects: peer ids of the chain, of which one answers rightly only when it is asked by itself.
+        suspects: the peer ids of the chain, if at least one of its servers answers rightly only when asked alone.
         unchecked: the blocks that no other server has, or all blocks if the check could not be made.
     """
 

@@ -16,7 +16,8 @@ def majority(num_answers: int, agreeing: Collection[tuple[int, int]], least: int
         agreeing: the pairs of answers that agree, the lower number first.
         least: how many must agree; more than half of all must agree too.
 
-    Wide bounds let one answer agree with two that differ. Two largest sets are therefore no majority.
+    Wide bounds let one answer agree with two that differ from each other. Two sets of the largest size are therefore no
+    majority.
     """
     for size in range(num_answers, max(least - 1, num_answers // 2), -1):
         found = [

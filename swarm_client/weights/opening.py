@@ -34,11 +34,11 @@ class ModelOpening:
         self._members: dict[tuple[str, bytes], ServerConnection] = {}
 
     def open(self, name_or_path: str | Path, revision: str | None) -> ModelCheckpoint:
-        """Open the model: from the swarm if its name begins with ``swarm://``, or if the hub cannot be reached.
+        """Open the model. It comes from the swarm if its name begins with ``swarm://``, or the hub cannot be reached.
 
         Raises:
             CheckpointError: the model cannot be read. NoSwarm: no member of the swarm answers. ValueError: the
-                configuration says which files to take from members, and the model need not come from them.
+                configuration says which files to take from members, but the model may come from elsewhere.
         """
         name, failure = str(name_or_path), None
         check_source(self._config.weights, name)
@@ -53,7 +53,7 @@ class ModelOpening:
         return background.run(self._from_swarm(name.removeprefix(FROM_SWARM), revision, failure))
 
     def swarm(self, checkpoint: ModelCheckpoint) -> Swarm:
-        """Return the connection to the model's servers, which takes over the joined DHT node and closes it."""
+        """Return the connection to the model's servers. It takes over the DHT node, if there is one, and closes it."""
         swarm = Swarm(
             self._config,
             checkpoint.name,

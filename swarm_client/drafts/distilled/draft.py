@@ -35,7 +35,10 @@ class DistilledDraft(Draft):
 
 
 class DistilledSession(SteppedSession):
-    """One generation's guesses. All lines form one row; each of its tokens sees confirmed tokens and its own line."""
+    """The guesses of one generation.
+
+    All lines of guesses form one row of the network, in which each token sees the confirmed tokens and its own line.
+    """
 
     def __init__(self, network: DraftNetwork, embedding: nn.Embedding, head: nn.Module) -> None:
         self._network, self._embedding, self._head = network, embedding, head
@@ -76,6 +79,7 @@ class DistilledSession(SteppedSession):
         positions = torch.full((1, num_rows), self._length + self._depth, device=self._device)
         mask = None
         if num_rows > 1:  # [1, 1, lines, cached and new tokens]
+            # Guesses are cached depth by depth, and in each depth line by line.
             own_line = torch.eye(num_rows, dtype=torch.bool, device=self._device).repeat(1, self._depth + 1)
             mask = nn.functional.pad(own_line, (confirmed, 0), value=True)[None, None]
         output = self._run(token_ids, self._features, positions, mask)
@@ -89,7 +93,7 @@ class DistilledSession(SteppedSession):
         context, count = self._network.shape.context, len(self._new_ids)
         ids = torch.tensor(self._new_ids[-context:])
         features = torch.cat(self._new_features)[-context:]
-        if len(ids) == context:
+        if len(ids) == context:  # what is cached lies outside the context
             self._cache = DynamicCache()
         positions = torch.arange(self._length + count - len(ids), self._length + count, device=self._device)[None]
         self._output = self._run(ids, features, positions, None)[-1]

@@ -1,6 +1,6 @@
 """Files of distilled drafts: safetensors with a header that names the model for which a draft was made.
 
-Matrices are stored in int8 with a scale for each row, the rest in float32.
+Matrices are stored in int8 with a scale for each row, other tensors in float32.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: 
     header |= {name: str(size) for name, size in asdict(network.shape).items()}
     with written_atomically(path) as partial:
         save_file(tensors, partial, metadata=header)
-        partial.chmod(0o644)
+        partial.chmod(0o644)  # a temporary file is its owner's alone
 
 
 def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_size: int) -> tuple[DraftNetwork, float]:
@@ -103,6 +103,7 @@ def _acceptance(path: Path, header: Mapping[str, str]) -> float:
 
 def _filled(shape: DraftShape, path: Path) -> DraftNetwork:
     stored = read_header(path)
+    # The file's tensors are compared with the header before any memory is taken for them.
     with torch.device("meta"):
         expected = {name: tuple(value.shape) for name, value in DraftNetwork(shape).state_dict().items()}
     expected |= {name + _SCALES: size[:1] for name, size in expected.items() if len(size) == 2}
