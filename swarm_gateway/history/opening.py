@@ -1,4 +1,4 @@
-"""Opens the history's file, and handles a damaged one."""
+"""Opens the file of the history, and replaces a damaged one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _logger = logging.getLogger(__name__)
 def open_history(given: str | None, swarm: str) -> HistoryStore:
     """Open the history. ``given``: a file, or "none" for memory only; None: a file in the user's data directory.
 
-    The default file has the swarm's name. A damaged history is renamed, and a file that may be something else is not
-    touched. If the user's directory cannot be used, the history is kept in memory.
+    The default file has the swarm's name. A damaged history is renamed. A file that may be something else is left as it
+    is. If the user's directory cannot be used, the history is kept in memory.
 
     Raises:
         ValueError: the given file cannot be used.
@@ -42,13 +42,14 @@ def _open(path: Path) -> HistoryStore:
     try:
         return HistoryStore(path)
     except sqlite3.DatabaseError as error:
+        # Errors without a code come from ``quick_check``. Other codes, such as that of a full disk, mean no damage.
         if getattr(error, "sqlite_errorcode", None) not in (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise
         if not _was_history(path):
             raise ValueError(f"{path} is no history: expected a new file, or one that `serve` has written") from None
         aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
         path.rename(aside)
-        for suffix in ("-wal", "-shm"):
+        for suffix in ("-wal", "-shm"):  # SQLite would apply the old log to the new file
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         _logger.warning("the history %s is damaged (%s): it was put aside as %s", path, error, aside.name)
         return HistoryStore(path)

@@ -79,10 +79,11 @@ class HistoryRecorder:
         self._listeners: set[Callable[[], None]] = set()
         self._wanted_until = self._sampled_at = self._peers_at = self._pruned_at = -inf
         self._writes = False
-        self._events_since = self._observation.last_event_id  # newer events may belong to the look under way
+        # Later events in the history may be the same as events that this process has not written yet.
+        self._events_since = self._observation.last_event_id
         self._unwritten: Sequence[SwarmEvent] = ()  # events since the history became busy
         self._looking: asyncio.Task[None] | None = None
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "history")  # one write after the other
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "history")  # writes must keep their order
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ for any thread
@@ -94,7 +95,7 @@ class HistoryRecorder:
 
     def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` on the background loop at each new observation; return a function that stops this."""
-        self._listeners = {*self._listeners, callback}
+        self._listeners = {*self._listeners, callback}  # a new set, because the loop may iterate over the old one
 
         def stop() -> None:
             self._listeners = self._listeners - {callback}
@@ -145,7 +146,7 @@ class HistoryRecorder:
                 except (SwarmError, OSError, TimeoutError) as error:
                     _logger.info("the swarm cannot be looked at: %s", error)
                     self._notify(replace(self._observation, time=self._clock(), trouble=str(error) or repr(error)))
-            while now_s() < began_s + self._pause_s():
+            while now_s() < began_s + self._pause_s():  # short sleeps, because a request may shorten the pause
                 await asyncio.sleep(min(_LOOK_S, began_s + self._pause_s() - now_s()))
 
     def _pause_s(self) -> float:
@@ -193,7 +194,7 @@ class HistoryRecorder:
 
     def _write(self, seen: Observation, events: Sequence[SwarmEvent]) -> Observation:
         history, now, wrote = self._history, seen.time, self._writes
-        is_due = now - self._sampled_at >= SAMPLE_S or now < self._sampled_at
+        is_due = now - self._sampled_at >= SAMPLE_S or now < self._sampled_at  # the clock may have been set back
         if is_due or events:
             self._writes = history.may_write(now)
         seen = replace(seen, tallies=self._advanced_tallies(seen, wrote))
@@ -240,7 +241,7 @@ class HistoryRecorder:
 
 
 def _taken(events: Counter[SwarmEvent], event: SwarmEvent) -> bool:
-    """Return whether the event is still among these, and remove it once."""
+    """Return whether the event is among these, and remove one copy of it."""
     events[event] -= 1
     return events[event] >= 0
 

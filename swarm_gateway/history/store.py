@@ -1,7 +1,7 @@
 """The history of one swarm in a SQLite file: events, samples at three resolutions, and the work of servers.
 
-Samples are averaged as they come, so that nothing is downsampled later. A full file has about 4 MB of samples and
-14 MB of events.
+Each sample is added to the means of all resolutions at once, so that nothing is downsampled later. A full file has
+about 4 MB of samples and 14 MB of events.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class HistoryStore:
             self._connection.close()
 
     def may_write(self, time: float) -> bool:
-        """Return whether this process is the writer, for at least the next 30 s."""
+        """Return whether this process is the writer for the next ``WRITER_S`` seconds."""
         with self._writing() as connection:
             connection.execute(
                 "INSERT INTO writer VALUES (1, ?, ?) ON CONFLICT DO UPDATE SET owner = excluded.owner, "
@@ -206,11 +206,12 @@ class HistoryStore:
         self._check()
         if self.path is not None:
             self._use_wal()
-            execute("PRAGMA synchronous = NORMAL")
+            execute("PRAGMA synchronous = NORMAL")  # in WAL mode, a power failure only loses the last transactions
         with self._writing():
             if self._check():  # another process may have been faster
                 for statement in _SCHEMA.split(";"):
                     execute(statement)
+                # Readers remember the last id, so ids go on where those of another history ended.
                 execute("INSERT INTO sqlite_sequence VALUES ('events', ?)", (last_event_id,))
         if execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("database disk image is malformed")
@@ -247,6 +248,7 @@ class HistoryStore:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
+            # A transaction that begins as a reader could not wait for another process when it writes.
             self._connection.execute("BEGIN IMMEDIATE")
             with self._connection:  # commits, or after an error rolls back
                 yield self._connection

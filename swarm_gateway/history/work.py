@@ -12,13 +12,13 @@ from dataclasses import astuple, dataclass, replace
 from swarm_gateway.monitor.model_monitor import ModelStatus
 from swarm_protocol.dht.records import MAX_FORWARD_BLOCKS_PER_S, MAX_WORK, WorkTotals
 
-RATE_LIFETIME_S = 60.0  # without a new record; records in the DHT are renewed every 20 s
+RATE_LIFETIME_S = 60.0  # a rate is over without a new record; records in the DHT are renewed every 20 s
 Key = tuple[str, str]  # model and peer id
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The positions through the whole model per second; each server counts with the share of its blocks."""
+    """A rate in positions through the whole model per second. Each server counts with the share of its blocks."""
 
     decoded: float = 0.0
     prompts: float = 0.0
@@ -79,13 +79,14 @@ def _advanced(old: Tally | None, key: Key, num_blocks: int, now: Reading) -> Tal
         return Tally(*key, num_blocks, now.work, now, now.time)
     last = old.last
     if now.process == last.process:
-        if now.work.uptime_s <= last.work.uptime_s:
+        if now.work.uptime_s <= last.work.uptime_s:  # the same record again, or an older one
             return old
         new = _combined(lambda a, b: max(a - b, 0), now.work, last.work)
     elif now.time - now.work.uptime_s >= last.time:  # the new process started after the last reading
         new = now.work
     else:
         return old  # a late record of an earlier process
+    # Claims above what any machine can compute are cut off.
     per_s = [min(count / new.uptime_s, MAX_FORWARD_BLOCKS_PER_S) for count in (new.decoded, new.prompts, new.passes)]
     rate = Rate(*(each / num_blocks for each in per_s))
     return replace(old, total=_combined(operator.add, old.total, new), last=now, rate=rate)

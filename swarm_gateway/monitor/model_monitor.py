@@ -87,12 +87,12 @@ class ModelStatus:
 
     @property
     def replicas(self) -> list[int]:
-        """Return for every block how many servers that a client can use hold it."""
+        """Return, for each block, the number of servers that hold it and that a client can use."""
         return self._replicas([server for server in self.servers if self.serves(server)])
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Return the blocks that no server holds, including servers that refuse this client."""
+        """Return the blocks that no server holds. Servers that refuse this client count as holding theirs."""
         held = self._replicas([server for server in self.servers if server.denial or self.serves(server)])
         return runs_without(held)
 
@@ -123,7 +123,10 @@ class ModelMonitor:
         self._no_chain = ""
 
     def see(self, view: SwarmView) -> None:
-        """Take the DHT's last view. An empty view counts only if no server has answered recently: reading may fail."""
+        """Take the DHT's last view. An empty view counts only if no server has answered recently.
+
+        A failed read of the DHT may look like an empty view.
+        """
         lately_s = now_s() - _LATELY_S
         if view.servers or not any(answer.record and answer.time_s > lately_s for answer in self._answers.values()):
             self._seen.see(view)
@@ -141,15 +144,16 @@ class ModelMonitor:
         return dataclasses.replace(status, no_chain=self._no_chain)
 
     async def ask(self, most: int, timeout_s: float) -> None:
-        """Ask servers for their records, the chain's first, then the longest unasked; find the chain again.
+        """Ask servers for their records, and find the chain again.
 
-        Some may not answer within ``timeout_s``; their later answers are part of a later status.
+        The chain's servers come first, then those that were not asked for longest. Some may not answer within
+        ``timeout_s``; their later answers are part of a later status.
         """
         revision = self.status().revision
         swarm = self._swarm
         if swarm is None or swarm.revision != revision:
             swarm = await self._use(revision)
-        await swarm.view(0)
+        await swarm.view(0)  # so that the swarm object has the records that ``see`` has got
         for record in self._to_ask(most):
             task = self._asking[record.peer_id] = asyncio.ensure_future(self._ask(swarm, record))
             task.add_done_callback(lambda _, peer_id=record.peer_id: self._asking.pop(peer_id, None))  # type: ignore[misc]
@@ -178,6 +182,7 @@ class ModelMonitor:
             return ServerStatus(record)
         if answer.record is None:
             return ServerStatus(record, answers=bool(answer.denial), denial=answer.denial, relay_id=answer.relay_id)
+        # The answer is newer than the DHT's record unless that has been renewed since.
         is_newer = answer.asked.expires_at == record.expires_at
         latest = dataclasses.replace(answer.record, expires_at=record.expires_at) if is_newer else record
         return ServerStatus(latest, answer.rtt_s, relay_id=answer.relay_id)
@@ -197,6 +202,7 @@ class ModelMonitor:
         servers = [server for server in self._seen.now.servers if server.state is not ServerState.JOINING]
         new = [server for server in servers if server.peer_id not in self._answers]
         room = MOST - len(self._answers)
+        # Servers are sorted by their blocks, so equal steps through the list reach servers of all blocks.
         some = {server.peer_id for server in new[:: ceil(len(new) / room)]} if new and room > 0 else set()
         on_chain = {hop.server.peer_id for hop in self._chain}
         wanted = on_chain | self._answers.keys() | some

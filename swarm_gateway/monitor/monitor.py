@@ -31,7 +31,7 @@ class SwarmSnapshot:
 
     Attributes:
         stale_s: how long ago the DHT was read, if it cannot be read now; otherwise None.
-        num_strangers: the number of servers that are no members, if only a private swarm's members were requested.
+        num_strangers: the number of servers that are no members; 0 unless this client asked for a private swarm.
     """
 
     models: tuple[ModelStatus, ...]
@@ -99,7 +99,7 @@ class Monitor:
         return self._snapshot()
 
     async def peers(self) -> list[str]:
-        """Return multiaddrs of some members that this client is connected to."""
+        """Return the multiaddrs of some members that this client is connected to."""
         return [] if self._dht is None else await self._dht.peers()
 
     async def close(self) -> None:
@@ -154,7 +154,7 @@ class Monitor:
         return True
 
     def _all_silent(self) -> bool:
-        """Return whether no server answers: the DHT may then show only what this node has stored before."""
+        """Return whether no server answers. The DHT may then show only what this node has stored before."""
         servers = [server for model in self._models.values() for server in model.status().servers]
         return bool(servers) and not any(server.answers for server in servers)
 

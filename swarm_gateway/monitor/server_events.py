@@ -30,7 +30,7 @@ class SwarmEvent:
     Attributes:
         peer_id: the server's peer id; empty if the event is about blocks.
         blocks: the server's blocks now, or the event's blocks: spans separated by commas.
-        before: the value that has changed: the old blocks of a moved server, or else the old state.
+        before: the value before the event: the old blocks of a server that moved, or else the old state.
     """
 
     kind: EventKind

@@ -30,7 +30,7 @@ async def read_status(config: ClientConfig, model: str | None = None) -> SwarmSn
 
 
 def show(console: Console, swarm: str, snapshot: SwarmSnapshot, height: int | None = None) -> None:
-    """Print a map of blocks × servers for each model; lines to copy are not broken."""
+    """Print a map of blocks × servers for each model. Lines of text are not broken, because users copy commands."""
     for part in picture(swarm, snapshot, console.width, height):
         console.print(part, soft_wrap=isinstance(part, Text))
 
@@ -57,6 +57,7 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
     rows = [len(status.servers) for status in snapshot.models]
     if height is not None:
         tables = 2 * len(rows)  # lines of rulers and replicas
+        # The terminal wraps long lines, so that they take several.
         texts = sum(-(-text.cell_len // width) for text in [*titles, *remarks, *notices])
         rows = _shares(rows, height - tables - texts)
     parts: list[RenderableType] = []
@@ -71,6 +72,7 @@ def picture(swarm: str, snapshot: SwarmSnapshot, width: int, height: int | None 
 def _shares(wanted: Sequence[int], lines: int) -> list[int]:
     """Return how many servers of each model fit into the lines, with one line to mention the others."""
     shares = list(wanted)
+    # The models with the fewest servers come first: the lines that they do not need are for the others.
     for done, model in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         fair = max(2, lines // (len(wanted) - done))
         if wanted[model] > fair:

@@ -24,7 +24,7 @@ _UNKNOWN, _REPLICAS = "–", "replicas"
 
 
 def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
-    """Return a table of at most ``rows`` servers, by their blocks; if servers are cut, the chain's come first."""
+    """Return a table of at most ``rows`` servers, ordered by blocks. If not all fit, the chain's servers come first."""
     on_chain: dict[str, set[int]] = {}
     for hop in status.chain:
         on_chain.setdefault(hop.server.peer_id, set()).update(hop.span)
@@ -33,7 +33,7 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
         servers = tuple(sorted(servers, key=lambda server: server.record.peer_id not in on_chain)[:rows])
     columns, map_width = _fitting(status, servers, width)
     ruler = "0" + str(status.num_blocks).rjust(map_width - 1)
-    columns.insert(2, _Column(ruler, [""] * len(servers)))
+    columns.insert(2, _Column(ruler, [""] * len(servers)))  # the map, behind the servers and their blocks
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for column in columns:
         table.add_column(column.heading, justify="right" if column.is_number else "left", no_wrap=True)
@@ -50,7 +50,7 @@ def blocks_table(status: ModelStatus, rows: int, width: int) -> Table:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the table. ``rank``: columns with the highest rank are left out first; 0: never."""
+    """A column of the table. Columns with the highest ``rank`` are left out first; those with rank 0 never are."""
 
     heading: str
     cells: Sequence[str]
@@ -86,7 +86,7 @@ def _fitting(status: ModelStatus, servers: Sequence[ServerStatus], width: int) -
     left = width
     for column in sorted(columns, key=lambda column: column.rank):
         least = min(status.num_blocks, _MIN_WIDTH if column.is_number else _GOOD_WIDTH)
-        if column.rank and left - column.width < least:
+        if column.rank and left - column.width < least:  # then no column of a higher rank is shown either
             columns = [shown for shown in columns if shown.rank < column.rank]
             break
         left -= column.width

@@ -62,7 +62,7 @@ def _painter(swarm: str, interval_s: float, json_lines: bool) -> Iterator[Paint]
         try:
             with live:
                 yield paint
-        finally:  # the terminal's earlier content is back; the last picture stays below it
+        finally:  # the terminal shows its earlier content again; the last picture is printed below
             if last is not None:
                 show(console, swarm, last, console.height - 1)
 

@@ -91,7 +91,7 @@ def monitor_router(gateway: Gateway, monitored: Monitored) -> APIRouter:
 
     @router.get("/health")
     async def health(request: Request) -> Response:
-        """Return the health to everybody who can reach this server, and the reasons only to admitted requests."""
+        """Return the health to everybody who can reach this server, but the reasons only to admitted requests."""
         status, reasons = flat.health_of(recorder.latest, monitored.own_model)
         content: dict[str, Any] = {"status": status}
         with contextlib.suppress(ApiError):
@@ -107,10 +107,11 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 async def _events(request: Request, recorder: HistoryRecorder) -> Response:
-    """Return a stream of the events after the one that the request names, or a list of them if it accepts JSON."""
+    """Return a stream of the events after the one that the request names, or a list if the request accepts JSON."""
     is_stream = "application/json" not in request.headers.get("Accept", "")
     last = recorder.latest.last_event_id
     after = int(_number(request, "after", float(last) if is_stream else 0.0))
+    # A browser that reconnects sends this header with the id of the last event that it has received.
     if is_stream and (resumed := request.headers.get("Last-Event-ID", "")):
         after = int(resumed) if resumed.isdecimal() and len(resumed) < 20 else last
     after = min(max(after, 0), last)  # a larger id is from a history that is gone
@@ -122,7 +123,7 @@ async def _events(request: Request, recorder: HistoryRecorder) -> Response:
 
 
 async def _stream(recorder: HistoryRecorder, after: int) -> AsyncGenerator[bytes, None]:
-    """Yield events as they are seen, and a ``tick`` after each look at the swarm or after a silence."""
+    """Yield events as they are seen. Yield a ``tick`` after each look at the swarm, and after a silence."""
     loop, looked = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
@@ -132,7 +133,7 @@ async def _stream(recorder: HistoryRecorder, after: int) -> AsyncGenerator[bytes
     stop = recorder.listen(wake)
     try:
         while True:
-            looked.clear()
+            looked.clear()  # before reading, so that a look during it is not missed
             for stored in await asyncio.to_thread(recorder.events, after, _MOST_EVENTS):
                 after = stored.id
                 yield f"id: {stored.id}\n".encode() + event(flat.event_json(stored))
@@ -154,13 +155,16 @@ def _number(request: Request, name: str, default: float) -> float:
         number = float(text)
     except ValueError:
         number = float("nan")
-    if not abs(number) < 2**53:
+    if not abs(number) < 2**53:  # not ``>=``, which is False for NaN
         raise ApiError(400, f"{name} is {text[:40]!r}: expected a number", param=name)
     return number
 
 
 def _resolution(request: Request, now: float, since: float) -> int:
-    """Return the requested resolution in s, or the finest that reaches back to ``since`` without too many samples."""
+    """Return the requested resolution in seconds.
+
+    By default, this is the finest resolution whose samples reach back to ``since`` and are not too many.
+    """
     text = request.query_params.get("resolution", "auto")
     if text == "auto":
         span_s = now - since

@@ -27,7 +27,7 @@ OK, DEGRADED, DOWN = "ok", "degraded", "down"
 def swarm_json(
     seen: Observation, invitation: Invitation, own_model: str, load: Mapping[str, int], *, own_is_directory: bool
 ) -> Flat:
-    """Return the state of the whole swarm; ``load`` is this gateway's load and is added as it is."""
+    """Return the state of the whole swarm. The fields of ``load``, this gateway's load, are added as they are."""
     models = seen.models
     sample = sample_of(seen)
     states = [status.state_of(server) for status in models for server in status.servers]
@@ -55,6 +55,7 @@ def swarm_json(
         "wire_version": WIRE_VERSION,
         "private": invitation.is_private,
         "own_model": own_model,
+        # Without servers of the own model, the command is made from its name alone.
         **next(
             (_joining(status, invitation) for status in models if status.model == own_model),
             invitation.as_json(own_model, is_directory=own_is_directory),
@@ -80,7 +81,7 @@ def health_of(seen: Observation, own_model: str) -> tuple[str, list[str]]:
 
 
 def _gaps(statuses: Iterable[ModelStatus]) -> Iterator[str]:
-    """Yield a reason for all missing blocks of a model, and one for all that deny access."""
+    """Yield one reason for a model's missing blocks, and one for its blocks whose servers deny access."""
     for status in statuses:
         for spans, what in ((status.missing, "no server holds"), (status.denied, "servers deny access to")):
             if spans:

@@ -1,4 +1,4 @@
-"""The command with which one more machine joins a swarm, ready to copy."""
+"""The command with which another machine joins a swarm, ready to be copied."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ class Invitation:
 
         Args:
             model: the model's name; the last part of its path if it is a directory.
-            is_directory: whether the model is on no hub.
+            is_directory: whether the model is a directory, and not on a hub.
+            is_offered: whether servers of the swarm send the model's files.
         """
         model, needed = _elsewhere(model, is_directory, is_offered)
         words = typed("server").split()
+        # A name that begins with a hyphen would be taken for a flag.
         words += [] if model == DEFAULT_MODEL else [f"--model={model}"] if model.startswith("-") else ["--model", model]
         words += [] if self.swarm == DEFAULT_SWARM else ["--swarm", self.swarm]
         words += ["--membership", MEMBERSHIP] if self.is_private else []
@@ -70,7 +72,7 @@ class Invitation:
 
 
 def _elsewhere(model: str, is_directory: bool, is_offered: bool) -> tuple[str, str]:
-    """Return the model's name on another machine, and what that machine needs first; empty if nothing."""
+    """Return the model's name on another machine, and a sentence about what that machine needs first, or ""."""
     if not is_directory or model == DEFAULT_MODEL:
         return model, ""
     for alias, packaged in ALIASES.items():

@@ -38,7 +38,7 @@ _HEADERS = {
 
 
 def add_pages(app: FastAPI) -> None:
-    """Add the pages, which need no key. The API, from which the pages read their data, may require one."""
+    """Add the pages, which need no key. The API may require one, and the pages read all their data from the API."""
     files = _Files(directory=_DIRECTORY)
 
     @app.api_route("/", methods=["GET", "HEAD"])
@@ -53,11 +53,14 @@ def add_pages(app: FastAPI) -> None:
 
 
 class _Files(StaticFiles):
+    """The static files, with the headers of the pages."""
+
     def file_response(
         self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(_HEADERS)
+        # A response of status 304 has no body, and so no type.
         if response.status_code == status_code and (kind := _TYPES.get(Path(full_path).suffix)):
             response.headers["Content-Type"] = kind
         return response

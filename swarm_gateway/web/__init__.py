@@ -1,1 +1,1 @@
-"""The parts that all endpoints use: HTTP errors, the models that are served, servers as answers name them, metrics."""
+"""The parts that all endpoints use: HTTP errors, the served models, the servers of an answer, metrics, and pictures."""

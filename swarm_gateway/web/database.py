@@ -1,4 +1,4 @@
-"""A SQLite file for what the gateway keeps, which no other program's file is taken for."""
+"""A SQLite file of the gateway. A mark in its header distinguishes it from files of other programs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class Database:
-    """One file, or memory. All methods may be called by any thread."""
+    """A database in one file, or in memory. All methods may be called by any thread."""
 
     def __init__(self, path: Path | None, application_id: int, tables: Iterable[str], purpose: str) -> None:
         """Open the file, or keep everything in memory without one. Only the user can read a new file.
 
         Args:
-            application_id: the number in the file's header that says whose it is.
-            purpose: what the file is for, as errors say it.
+            application_id: the number in the file's header that says which program wrote it.
+            purpose: the purpose of the file, for error messages: "… cannot be used for PURPOSE".
 
         Raises:
             ValueError: the file cannot be used.
@@ -29,6 +29,7 @@ class Database:
         try:
             if path is not None:
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            # Without an isolation level, each statement is committed at once unless a transaction has begun.
             self._connection = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
             if self.one("PRAGMA application_id")[0] != application_id:
                 if self.one("SELECT COUNT(*) FROM sqlite_master")[0]:
@@ -42,7 +43,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the statements of this context as one: none counts if one fails, or if the process ends before the last.
+        """Run the statements of this context as one. None has an effect if one fails, or if the process ends before.
 
         Statements of other threads wait meanwhile. Transactions cannot be nested.
         """

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20  # of a request
 EVENT_STREAM = "text/event-stream"
 _MOST_SILENCE_S = 15.0  # of a stream; proxies and clients give up after a minute, and some after less
-_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # so that proxies pass it on at once
+_AS_IT_COMES = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # proxies must pass on each chunk at once
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Gateway:
             key = request.headers.get("X-Api-Key")  # from clients of Anthropic's API
             header = request.headers.get("Authorization", None if key is None else f"Bearer {key}")
             return check_key(self.keys, header)
-        # ``request.url`` has the address of the socket where the header is not understood.
+        # Not ``request.url``: it has the address of the socket if the header is malformed.
         if not is_loopback_host(host := called_host(request.headers.getlist("Host"))):
             raise ApiError(403, f"{printable(host)!r} is no name of this machine's loopback")
         return ""
@@ -87,7 +87,7 @@ class ChunkedResponse(Response):
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], *, is_stream: bool, dialect: Dialect | None = None) -> None:
-        """Prepare the headers. ``is_stream``: whether the chunks are a stream's; ``dialect``: OpenAI's by default."""
+        """Prepare the headers. ``is_stream``: whether the chunks form a stream; ``dialect``: OpenAI's by default."""
         self._dialect = dialect or OPENAI
         super().__init__(
             media_type=self._dialect.stream_type if is_stream else "application/json", headers=_AS_IT_COMES
@@ -104,7 +104,7 @@ class ChunkedResponse(Response):
         idling = [asyncio.create_task(body.keep_alive(self._idle))] if self._idle else []
         try:
             error = await self._write_all(body)
-        finally:
+        finally:  # before the end of the response, after which nothing may be written
             await end_tasks(idling)
         if error is not None and not body.has_begun:
             return await refusal(error, self._dialect)(scope, receive, send)
@@ -113,7 +113,7 @@ class ChunkedResponse(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _write_all(self, body: _Body) -> ApiError | None:
-        """Write all chunks. Return the error that ended them, if there was one: a client gets an answer for each."""
+        """Write all chunks. Return the error that ended them, if there was one, because the client is to read it."""
         async with aclosing(self._chunks) as chunks:
             try:
                 with any_error_as(as_api_error):
@@ -135,7 +135,7 @@ class _Body:
         self._written_s = asyncio.get_running_loop().time()
 
     async def write(self, chunk: bytes) -> None:
-        async with self._sending:
+        async with self._sending:  # chunks and idle chunks come from two tasks
             if not self.has_begun:
                 await self._send(self._start)
                 self.has_begun = True
@@ -147,12 +147,12 @@ class _Body:
         while True:
             left_s = self._written_s + _MOST_SILENCE_S - asyncio.get_running_loop().time()
             await asyncio.sleep(left_s)
-            if left_s <= 0:
+            if left_s <= 0:  # otherwise chunks may have been written during the sleep
                 await self.write(idle)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work of a request that has been read; cancel the work at once if the client disconnects."""
+    """Do the work of a request whose body has been read. Cancel the work at once if the client disconnects."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -186,8 +186,8 @@ def refusal(error: ApiError, dialect: Dialect | None = None) -> JSONResponse:
 async def read_body(request: Request) -> bytes:
     """Return the whole body.
 
-    Raise ApiError if the body is too large, if the client disconnects, or if the type is not JSON. The type keeps out
-    forms on other sites' pages.
+    Raise ApiError if the body is too large, if the client disconnects, or if its type is not JSON. Forms on pages of
+    other sites cannot send this type.
     """
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body has another type: expected `Content-Type: application/json`")
@@ -207,12 +207,12 @@ def as_json(content: Any) -> bytes:
 
 
 def as_date(seconds: float) -> str:
-    """Return seconds since 1970 as RFC 3339 says."""
+    """Return the time, given in seconds since 1970, in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def listing(data: Sequence[dict[str, Any]], *, has_more: bool = False) -> Response:
-    """Return the response with some of OpenAI's objects; ``has_more``: there are others after them."""
+    """Return a response with a page of OpenAI's objects; ``has_more``: more objects follow on the next page."""
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return JSONResponse({"object": "list", "data": data, "has_more": has_more} | ends)
 

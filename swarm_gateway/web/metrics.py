@@ -17,7 +17,7 @@ from swarm_gateway.limits.admission import QueueLoad, RequestAdmission
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAP_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-SHARED_FILES = "PROMETHEUS_MULTIPROC_DIR"  # the variable by which prometheus_client knows where processes share values
+SHARED_FILES = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's variable for the directory that processes share
 DISCONNECTED = 499  # as in nginx: the client did not wait for the answer
 
 
@@ -37,7 +37,7 @@ class Metrics:
     """The metrics of this process.
 
     Attributes:
-        registry: what this process alone has counted.
+        registry: the values that this process alone has counted.
     """
 
     def __init__(self, admission: RequestAdmission) -> None:
@@ -60,7 +60,7 @@ class Metrics:
         self._admission = admission
 
     async def text(self) -> bytes:
-        """Return the metrics of the whole gateway: the sums of what all of its processes have counted."""
+        """Return the metrics of the whole gateway, which are the sums over all of its processes."""
         if SHARED_FILES not in os.environ:
             return generate_latest(self.registry)
         registry, load = CollectorRegistry(), await self._admission.load()

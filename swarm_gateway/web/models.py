@@ -49,7 +49,7 @@ _ADAPTER = ":"  # between the names of a model and of an adapter
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model, with what requests need.
+    """A loaded model, with everything that requests need.
 
     Attributes:
         max_positions: the most positions of prompt and answer together; None if there is no limit.
@@ -223,8 +223,8 @@ class SwarmModels:
             ApiError: there is no such model.
             SwarmError: the model cannot be loaded at present.
         """
-        name = self.own if name == self._own_source.location else name
-        if name not in self._loading:
+        name = self.own if name == self._own_source.location else name  # users may name it as on the command line
+        if name not in self._loading:  # a loaded model goes on even if no server announces it at present
             if name not in self._sources:
                 await self._see_swarm()
             if name not in self._sources:
@@ -241,7 +241,7 @@ class SwarmModels:
 
     def close(self) -> None:
         """Close all models and leave the swarm; call this after all requests, from a thread without an event loop."""
-        self._threads.shutdown(cancel_futures=True)  # waits for models that still load, so that they are closed too
+        self._threads.shutdown(cancel_futures=True)  # waits for models that are being loaded, to close them too
         self._opened.close()
         background.run(self._monitor.close())
 
@@ -297,7 +297,8 @@ class SwarmModels:
             self._look, self._looked_s = None, time.monotonic()
 
     def _offered(self, status: ModelStatus) -> dict[str, _Source]:
-        """Return a model if all its blocks have servers, also with each adapter that servers of all blocks have."""
+        """Return the model if servers hold all its blocks, and the model with each adapter that covers all blocks."""
+        # The name comes from strangers, and must not be a path.
         if status.missing or not (status.model == self.own or is_plain(status.model)):
             return {}
         if status.model == self.own:
@@ -308,6 +309,6 @@ class SwarmModels:
         found = {status.model: plain}
         for adapter in sorted({name for server in status.servers for name in server.record.adapters}):
             having = tuple(server for server in status.servers if adapter in server.record.adapters)
-            if not replace(status, servers=having).missing:
+            if not replace(status, servers=having).missing:  # these servers alone hold all blocks
                 found[f"{status.model}{_ADAPTER}{adapter}"] = replace(plain, adapter=adapter)
         return found

@@ -28,7 +28,7 @@ MOST_PICTURES = 32  # of one request
 
 
 class PictureReader:
-    """The reader of prompts with pictures, for one model. Any thread may use it."""
+    """The reader of prompts with pictures for one model. Any thread may use an instance."""
 
     def __init__(self, processor: ProcessorMixin) -> None:
         self._processor: Any = processor
@@ -54,7 +54,7 @@ class PictureReader:
             given = self._processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
         ids = given.pop("input_ids")[0].tolist()
         others = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        others.pop("attention_mask", None)
+        others.pop("attention_mask", None)  # a single prompt has no padding
         return ids, others
 
 

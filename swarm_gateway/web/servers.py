@@ -1,4 +1,4 @@
-"""The servers that compute an answer, and their events: our extension of OpenAI's chunks."""
+"""The servers that compute an answer, and their events, as an extension of OpenAI's chunks."""
 
 from __future__ import annotations
 

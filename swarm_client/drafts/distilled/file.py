@@ -40,7 +40,7 @@ def save_draft(network: DraftNetwork, base_model: str, acceptance: float, path: 
     header |= {name: str(size) for name, size in asdict(network.shape).items()}
     with written_atomically(path) as partial:
         save_file(tensors, partial, metadata=header)
-        partial.chmod(0o644)  # a temporary file is its owner's alone
+        partial.chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def load_draft(path: Path, *, base_model: str, vocab_size: int, model_hidden_size: int) -> tuple[DraftNetwork, float]:
