@@ -289,6 +289,35 @@ def test_axe_finds_nothing_serious(show, viewport, colours, swarm):
     assert serious_violations(page) == []
 
 
+def test_the_events_of_another_history_replace_those_shown(show):
+    """A gateway that was started again may have a new history, whose ids begin again."""
+    history = HistoryStore(None)
+    history.add_events([SwarmEvent(EventKind.JOINED, MODEL, f"peer{number}", "0:4") for number in range(5)], 1.0)
+    page = show(FakeMonitor(server("aaaaaa", "0:20")), history=history)
+    expect(page.locator(".events li")).to_have_count(5)
+    joined = {
+        "id": 1,
+        "time": 2.0,
+        "kind": "joined",
+        "model": MODEL,
+        "peer_id": "new",
+        "short_id": "…new",
+        "blocks": "0:4",
+    }
+
+    def of_another_history(route: Any) -> None:
+        if "limit=" in route.request.url:
+            route.fulfill(json={"last_id": 1, "events": [] if "after=" in route.request.url else [joined]})
+        else:
+            route.fulfill(content_type="text/event-stream", body='event: tick\ndata: {"time": 2.0}\n\n')
+
+    page.route("**/api/v1/events*", of_another_history)
+    for hidden in ("true", "false"):  # the page ends its stream while nobody sees it
+        page.evaluate(f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }})")
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    expect(page.locator(".events li")).to_have_text(re.compile("…new joined with blocks 0:4"))
+
+
 def test_axe_finds_nothing_serious_before_the_history_arrives(show):
     """The charts are in the page from the start; they have names before they have points."""
     page = show(

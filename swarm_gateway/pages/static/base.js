@@ -175,7 +175,7 @@ async function askForKey(problem) {
   const answer = await ask(
     "API key",
     [
-      el("p", { class: "muted", id: "api-key-hint" }, "This server asks for a key. Whoever runs it can give you one."),
+      el("p", { class: "muted", id: "api-key-hint" }, "This server asks for a key. Its operator can give you one."),
       problem ? el("p", { class: "error-text", role: "alert" }, `Refused: ${problem}`) : null,
       el("div", { class: "field" }, el("label", { for: "api-key" }, "Key"), input),
       el("label", { class: "check" }, keep, "Remember it on this device"),
@@ -197,7 +197,7 @@ async function askForKey(problem) {
 async function forgetKey() {
   const answer = await ask(
     "API key",
-    [el("p", { class: "muted" }, "This browser sends a key with everything that it asks this server.")],
+    [el("p", { class: "muted" }, "This browser sends a key with all its requests to this server.")],
     [
       ["Cancel", ""],
       ["Forget the key", "ok", "danger"],

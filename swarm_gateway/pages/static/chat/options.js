@@ -4,9 +4,9 @@ import { ask, el } from "../base.js";
 
 const NUMBERS = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, hint: "0 takes the likeliest token." },
-  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01, hint: "Only the likeliest tokens that add up to this." },
-  { name: "max_tokens", label: "Most tokens", min: 1, max: 1000000, step: 1, hint: "At which an answer is cut off." },
-  { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, hint: "The same answer every time." },
+  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01, hint: "Takes only the likeliest tokens, whose probabilities add up to this." },
+  { name: "max_tokens", label: "Most tokens", min: 1, max: 1000000, step: 1, hint: "A longer answer is cut off." },
+  { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, hint: "The same seed gives the same answer." },
 ];
 const KEYS = [
   [["Enter"], "Send"],
@@ -32,7 +32,7 @@ export async function askForOptions(conversation) {
         { class: "field" },
         el("label", { for: "system-prompt" }, "System prompt"),
         system,
-        el("span", { class: "hint", id: "system-hint" }, isChat ? "What the model should keep in mind all the time." : "Only used in Chat."),
+        el("span", { class: "hint", id: "system-hint" }, isChat ? "What the model keeps in mind in all its answers." : "Only used in Chat."),
       ),
       el("div", { class: "numbers" }, NUMBERS.map((number, index) => numberField(number, inputs[index]))),
     ],

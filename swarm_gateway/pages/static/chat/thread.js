@@ -200,13 +200,13 @@ export class Ending {
     if (node.status === "failed") return ["failed", errorText(node.error)];
     if (node.status === "cut") return ["cut", CUT];
     if (node.status === "stopped") return ["cut", "Stopped."];
-    if (node.status === "done" && !node.text) return ["cut", "The model has ended without a word."];
+    if (node.status === "done" && !node.text) return ["cut", "The model has ended its answer without a text."];
     return ["", null];
   }
 }
 
 function errorText({ message, status, retryAfterS }) {
   const what = { 0: "No connection", 401: "A key is needed", 429: "Too much at once", 503: "The swarm cannot answer" }[status];
-  const when = retryAfterS ? ` It may be asked again in ${retryAfterS} s.` : "";
+  const when = retryAfterS ? ` Try again in ${retryAfterS} s.` : "";
   return `${what ?? "The request was refused"}: ${message}${/[.!?]$/.test(message) ? "" : "."}${when}`;
 }

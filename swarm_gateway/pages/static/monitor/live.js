@@ -63,11 +63,14 @@ export class Live {
     if (isDue) this.slowly(options);
   }
 
-  /** Read the past events, or after a break the missed ones. */
+  /** Read the past events; after a break, read the missed ones. */
   async readEvents(options) {
     const after = this.lastId === null ? "" : `&after=${this.lastId}`;
     const { last_id: lastId, events } = await apiJson(`/api/v1/events?limit=${MOST_EVENTS}${after}`, { ...options, ...JSON_ONLY });
-    if (this.lastId !== null && lastId < this.lastId) this.events = []; // the server has another history now
+    if (this.lastId !== null && lastId < this.lastId) {
+      Object.assign(this, { events: [], lastId: null }); // the server has another history now
+      return this.readEvents(options);
+    }
     this.lastId = lastId;
     this.add(events);
   }

@@ -144,7 +144,7 @@ function details(peerId) {
     Adapters: server.adapters.join(", ") || NONE,
     Address: server.address || NONE,
   };
-  const list = el("dl", { class: "facts", tabindex: "0", role: "group", "aria-label": "What is known of it" }, Object.entries(facts).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+  const list = el("dl", { class: "facts", tabindex: "0", role: "group", "aria-label": "Details of the server" }, Object.entries(facts).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   ask(`Server ${server.short_id}`, [list], [["Close", "", "primary"]]);
 }
 

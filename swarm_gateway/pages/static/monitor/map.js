@@ -61,7 +61,7 @@ export class BlockMap {
     this.drawStrip();
     const hops = new Map(chain.map((hop) => [hop.peer_id, hop]));
     keep(this.rows, shown, (server) => server.peer_id, (server) => this.row(server), (row, server) => this.update(row, server, hops.get(server.peer_id)));
-    const what = this.servers.length ? "No server is like that." : "There are no servers.";
+    const what = this.servers.length ? "No server matches." : "There are no servers.";
     setText(this.empty, what);
     this.empty.hidden = shown.length > 0;
     setText(this.text, this.sentence(shown.length));
