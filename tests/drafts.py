@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
-from swarm_client.speculation.policy import DraftPlan
+from swarm_client.speculation.policy import MOST_POSITIONS, DraftPlan, Policy
 from swarm_client.speculation.speculation import Guessing, Speculation
 
 
@@ -69,5 +69,15 @@ class Always(Speculation):
         super().__init__(draft)
         self._size_of_tests = DraftPlan(rows, length)
 
-    def begin(self, prompt: list[int], ranking: Ranking, size: DraftPlan | None = None) -> Guessing | None:
-        return super().begin(prompt, ranking, self._size_of_tests)
+    def begin(self, prompt: list[int], ranking: Ranking) -> Guessing | None:
+        assert self.draft is not None
+        return Guessing(self, self.draft, prompt, ranking, _FixedPolicy(self.draft.acceptance, self._size_of_tests))
+
+
+class _FixedPolicy(Policy):
+    def __init__(self, acceptance: float, size: DraftPlan) -> None:
+        super().__init__(acceptance)
+        self._size = size
+
+    def choose(self, most_guesses: int, most_rows: int = MOST_POSITIONS) -> DraftPlan:
+        return DraftPlan(min(self._size.num_rows, most_rows), max(0, min(self._size.length, most_guesses)))

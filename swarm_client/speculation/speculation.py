@@ -15,7 +15,7 @@ import torch
 
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses, Ranking
-from swarm_client.speculation.policy import MOST_POSITIONS, PLAIN, DraftPlan, PassCosts, Policy
+from swarm_client.speculation.policy import MOST_POSITIONS, DraftPlan, PassCosts, Policy
 from swarm_protocol.failures import outcome_of
 
 _logger = logging.getLogger(__name__)
@@ -59,18 +59,15 @@ class Speculation:
         self._costs: PassCosts | None = None  # of the last generation
         self._lock = threading.Lock()
 
-    def begin(self, prompt: list[int], ranking: Ranking, size: DraftPlan | None = None) -> Guessing | None:
-        """Begin the guesses of one generation; return None if there are none.
-
-        ``size``: a fixed size of every pass; None: the policy chooses.
-        """
+    def begin(self, prompt: list[int], ranking: Ranking) -> Guessing | None:
+        """Begin the guesses of one generation; return None if there are none."""
         if self.draft is None or self.off:
             return None
         with self._lock:
             prior = self.draft.acceptance if self._acceptance is None else self._acceptance
             costs = copy.deepcopy(self._costs)  # generations of several threads each continue a copy
         policy = Policy(prior, self.draft.most_rows, self._least_pass_s, costs)
-        return Guessing(self, self.draft, prompt, ranking, policy, size)
+        return Guessing(self, self.draft, prompt, ranking, policy)
 
     def learn(self, policy: Policy) -> None:
         """Keep the measurements of a generation that has ended, for the next generation."""
@@ -81,21 +78,13 @@ class Speculation:
 class Guessing:
     """The guesses for one generation. One thread at a time may use an instance."""
 
-    def __init__(
-        self,
-        owner: Speculation,
-        draft: Draft,
-        prompt: list[int],
-        ranking: Ranking,
-        policy: Policy,
-        fixed: DraftPlan | None,
-    ) -> None:
+    def __init__(self, owner: Speculation, draft: Draft, prompt: list[int], ranking: Ranking, policy: Policy) -> None:
         self.num_hidden = draft.num_hidden
         self.stats = SpeculationStats()
-        self._owner, self._ranking, self._policy, self._fixed = owner, ranking, policy, fixed
+        self._owner, self._ranking, self._policy = owner, ranking, policy
         self._session: DraftSession | None = draft.begin()  # None: the draft has failed
         self._prompt: list[int] | None = prompt
-        self._size, self._sent_s = PLAIN, 0.0
+        self._sent_s = 0.0
         self._guess_s: float | None = None  # the time of the last guesses alone; None if the draft also read much
         self._num_unread = 0  # tokens that were confirmed since the draft guessed
         self._guesses = Guesses.none()
@@ -107,12 +96,10 @@ class Guessing:
             is_alone: whether servers have nothing else to do, as far as is known.
         """
         start_s = time.perf_counter()
-        size = self._policy.choose(most_guesses, most_rows) if self._fixed is None else self._fixed
+        plan = self._policy.choose(most_guesses, most_rows)
         self._guesses = Guesses.none()
         reads_much = self._num_unread > MOST_POSITIONS  # drafts may read what was confirmed when they guess
-        if is_alone and size.length and most_guesses > 0:
-            rows, length = min(size.num_rows, most_rows), min(size.length, most_guesses)
-            plan = DraftPlan(rows, length, size.least)
+        if is_alone and plan.length:
             self._guesses = self._by_draft(lambda draft: draft.guess(plan, self._ranking)) or Guesses.none()
             self._num_unread = 0
         self._sent_s = time.perf_counter()

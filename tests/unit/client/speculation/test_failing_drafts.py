@@ -13,7 +13,7 @@ from swarm_client.drafts.small_model import SmallModelDraft
 from swarm_client.speculation.choosing import Verified
 from swarm_client.speculation.draft import Draft, DraftSession, Guesses
 from swarm_client.speculation.policy import DraftPlan
-from swarm_client.speculation.speculation import Speculation
+from tests.drafts import Always
 
 VOCAB, MAX_POSITIONS = 16, 8
 
@@ -57,7 +57,7 @@ class FailingSession(DraftSession):
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_draft_that_fails_is_asked_no_more(at: int, caplog: pytest.LogCaptureFixture) -> None:
     draft: Any = Failing(at)
-    guessing = Speculation(draft).begin([1, 2], Ranking(), DraftPlan(1, 3))  # type: ignore[arg-type]
+    guessing = Always(draft, 1, 3).begin([1, 2], Ranking())  # type: ignore[arg-type]
     assert guessing is not None
     guessing.begin(3, None)  # the first call
     lengths = []
