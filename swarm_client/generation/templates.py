@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from swarm_protocol.failures import any_error_as
 
 _CPU_S = 2.0  # the limit for rendering, which takes some milliseconds for a long conversation
 _FILENAME = "<template>"  # the file name of the code that Jinja makes of templates
@@ -34,18 +35,19 @@ def render(
         options: further variables of the chat template.
 
     Raises:
-        ValueError: the template refuses the conversation, or takes too long.
+        ValueError: the template refuses the conversation, fails, or takes too long.
     """
     if tokenizer.chat_template:
-        try:
-            turns = [dict(turn) for turn in messages]
-            offered: Any = None if tools is None else [dict(tool) for tool in tools]
-            variables = {**(options or {}), "add_generation_prompt": True, "tokenize": False}
-            with _limited(most_cpu_s):
-                return str(tokenizer.apply_chat_template(turns, offered, **variables))
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:  # the template got unexpected input
-            raise ValueError(f"the model's chat template refuses this: {error}") from None
+        turns = [dict(turn) for turn in messages]
+        offered: Any = None if tools is None else [dict(tool) for tool in tools]
+        variables = {**(options or {}), "add_generation_prompt": True, "tokenize": False}
+        with any_error_as(_refusal), _limited(most_cpu_s):  # the code of strangers may raise any exception
+            return str(tokenizer.apply_chat_template(turns, offered, **variables))
     return "".join(turn["content"] if turn["role"] == "assistant" else f"\n{turn['content']}" for turn in messages)[1:]
+
+
+def _refusal(error: Exception) -> ValueError:
+    return ValueError(f"the model's chat template refuses this: {error}")
 
 
 @contextmanager

@@ -36,6 +36,12 @@ def test_a_template_that_does_not_end_is_refused(tokenizer: Any, name: str) -> N
     assert sys.gettrace() is before
 
 
+def test_any_error_of_a_template_is_a_refusal(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ 1 // 0 }}"
+    with pytest.raises(ValueError, match="the model's chat template refuses this"):
+        render(tokenizer, TURNS)
+
+
 def test_a_template_has_time_for_a_long_conversation(tokenizer: Any) -> None:
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content | trim }}{% endif %}{% endfor %}"
