@@ -50,7 +50,13 @@ def context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: N
         session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
         past = 0 if session is None else session.length  # with virtual positions, which callers do not see
         positions_of_text, positions_of_blocks = _positions(given.get("position_ids"))
-        packed = cache is None and given.get("attention_mask") is None and _are_packed(positions_of_text)
+        # Without a mask, transformers applies this test to find out whether some row holds several sequences.
+        packed = (
+            cache is None
+            and given.get("attention_mask") is None
+            and positions_of_text is not None
+            and find_packed_sequence_indices(positions_of_text) is not None
+        )
         require_alone(joined, packed, blocks.prompts is not None)
         if blocks.prompts is not None:
             _require_no_prompts(packed, positions_of_blocks, deep_stack)
@@ -80,11 +86,6 @@ def _opens_later(blocks: RemoteBlocks, cache: Any, given: dict[str, Any]) -> boo
     """
     asked = cache is not None or given.get("use_cache") is not None
     return not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
-
-
-def _are_packed(position_ids: torch.Tensor | None) -> bool:
-    """Return whether some row holds several sequences, by the test that transformers makes if there is no mask."""
-    return position_ids is not None and find_packed_sequence_indices(position_ids) is not None
 
 
 def _require_no_prompts(packed: bool, positions: torch.Tensor | None, deep_stack: DeepStack | None) -> None:

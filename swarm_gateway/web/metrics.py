@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarm_gateway.limits.admission import QueueLoad, RequestAdmission
@@ -107,5 +108,7 @@ class CountRequests:
         try:
             await self._app(scope, receive, counting)
         finally:
-            if not is_counted:  # after an error of this server, the outermost layer sends status 500
-                count(500 if isinstance(sys.exception(), Exception) else DISCONNECTED)
+            if not is_counted:
+                error = sys.exception()
+                is_ours = isinstance(error, Exception) and not isinstance(error, ClientDisconnect)
+                count(500 if is_ours else DISCONNECTED)  # the outermost layer of the application sends status 500

@@ -17,6 +17,7 @@ import httpx
 import ollama
 import openai
 import pytest
+from starlette.requests import ClientDisconnect
 
 from swarm_client.batching.request import TokenListener
 from swarm_gateway.limits.admission import GatewayLimits
@@ -548,7 +549,10 @@ def test_metrics(gateway: Gateway) -> None:
         assert f"{line}\n" in text
 
 
-@pytest.mark.parametrize(("ends", "status"), [(RuntimeError("a bug"), "500"), (asyncio.CancelledError(), "499")])
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [(RuntimeError("a bug"), "500"), (ClientDisconnect(), "499"), (asyncio.CancelledError(), "499")],
+)
 async def test_a_request_without_an_answer_is_counted_by_who_ended_it(ends: BaseException, status: str) -> None:
     async def end(_scope: Any, _receive: Any, _send: Any) -> None:
         raise ends
