@@ -89,6 +89,8 @@ class RemoteSpan:
             NoRoute, PeerError, RequestRejected: see ``swarm_protocol.errors``.
         """
         require_padding_mask(attention_mask)
+        if not hidden.numel():
+            raise RequestRejected(f"hidden states of shape {list(hidden.shape)} are empty: expected some positions")
         check_length(hidden.shape[1], self.max_positions)
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]

@@ -140,3 +140,10 @@ def test_a_compiled_part_of_the_model_runs_blocks_as_they_are(client):
     remote.end(None)
     assert torch.equal(output[0] if isinstance(output, tuple) else output, HIDDEN_STATES + 2**BLOCKS - 1)
     assert client.blocks.calls == [(None, ANY, False)]
+
+
+@pytest.mark.parametrize("shape", [(1, 0, HIDDEN), (0, 3, HIDDEN)])
+def test_empty_hidden_states_are_refused(shape: tuple[int, ...]) -> None:
+    blocks = RemoteSpan(None, Span(0, BLOCKS), None)  # type: ignore[arg-type]  # the swarm is not asked
+    with pytest.raises(RequestRejected, match="are empty: expected some positions"):
+        blocks(torch.zeros(shape))
