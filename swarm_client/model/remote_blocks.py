@@ -191,7 +191,7 @@ class BlockList(nn.ModuleList):
         modules: list[Any] = list(self)
         indices = [module.index for module in modules]
         if not indices or indices != list(range(indices[0], indices[0] + len(indices))):
-            raise RequestRejected(f"blocks {indices} cannot be called: expected some that follow one another")
+            raise RequestRejected(f"blocks {indices} cannot be called: expected consecutive blocks")
         blocks = modules[0].remote[indices[0] : indices[-1] + 1]
         return blocks(hidden, attention_mask, position_ids)
 

@@ -150,7 +150,7 @@ class Guessing:
         if not isinstance(done, Exception):
             return done
         self._session = None
-        _logger.warning("the draft has failed, and guesses no more of this text: %s", done, exc_info=done)
+        _logger.warning("the draft has failed, and this text goes on without guesses: %s", done, exc_info=done)
         return None
 
     def end(self) -> None:

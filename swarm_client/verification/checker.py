@@ -213,7 +213,7 @@ class Checker:
             names = ", ".join(map(short_id, disagreement.servers))
             self._say_once(
                 disagreement,
-                f"servers {names} differ over blocks {disagreement.span}, and no other decides who is right",
+                f"servers {names} differ over blocks {disagreement.span}, and no further server decides which is right",
             )
         if not verdict.has_found:
             self._alone[peer_ids] = now_s() + _LOOK_AGAIN_S
@@ -231,7 +231,7 @@ class Checker:
         if verdict.suspects:
             names = ", ".join(map(short_id, sorted(verdict.suspects)))
             _logger.warning(
-                "servers %s together answered a session otherwise than each does alone: all are left out for %g s",
+                "servers %s answered differently in one session than each does alone: all are left out for %g s",
                 names,
                 _SUSPENDED_S,
             )

@@ -93,7 +93,7 @@ def test_mask_and_positions_go_along(client):
 
 @pytest.mark.parametrize(("part", "found"), [(slice(0, 0), r"\[\]"), (slice(None, None, 2), r"\[0, 2, 4\]")])
 def test_blocks_that_do_not_follow_one_another_are_refused(client, part, found):
-    with pytest.raises(RequestRejected, match=f"^blocks {found} cannot be called: expected some that follow one anoth"):
+    with pytest.raises(RequestRejected, match=f"^blocks {found} cannot be called: expected consecutive blocks"):
         blocks_of(client)[part](HIDDEN_STATES)
 
 
