@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex, TypeVar
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from swarm_client.adapters.lora import LoraMixin
 from swarm_client.adapters.prompts import PromptsMixin
@@ -19,15 +20,18 @@ from swarm_client.adapters.trained import save_for_trainer
 from swarm_client.batching.joining import SharedLoop
 from swarm_client.core import background
 from swarm_client.model.cache import RemoteCache, leaving_rows, session_of
-from swarm_client.model.context_hook import context_hook, needs_every_block
 from swarm_client.model.head import final_norm, float_head
 from swarm_client.model.hollow_blocks import HollowBlocks
 from swarm_client.model.left_out import (
     NoDropout,
+    refuse_inner_outputs,
+    require_no_shift,
+    require_padding_mask,
     wants,
     without_router_logits,
 )
-from swarm_client.model.model_pass import are_foreign, starts_of
+from swarm_client.model.masks import read_masks, require_alone
+from swarm_client.model.model_pass import DeepStack, are_foreign, starts_of
 from swarm_client.model.remote_blocks import BlockList, BlockModule, RemoteBlocks, RemoteSpan
 from swarm_client.sessions.session import RemoteSession
 from swarm_client.speculation.generating import speculative_sample
@@ -40,6 +44,8 @@ from swarm_protocol.errors import RequestRejected
 from swarm_protocol.failures import Closing, undone_on_error
 
 B = TypeVar("B", bound=BlockModule)
+
+_AXES = 3  # time, height and width; see ``Family.position_axes``
 
 
 class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
@@ -251,7 +257,7 @@ class RemoteModelMixin(PromptsMixin, LoraMixin, Closing):
     def _reads_blocks(self, generation_config: Any) -> bool:
         """Return whether something reads hidden states between the blocks, or after the last one, in a generation."""
         given = {"output_hidden_states": generation_config.output_hidden_states or None}
-        return starts_of(self._remote_blocks[0].modules_in_place, needs_every_block(self._owners[0], given)) != [0]
+        return starts_of(self._remote_blocks[0].modules_in_place, _needs_every_block(self._owners[0], given)) != [0]
 
 
 def _refuse_to_save(*_args: Any, **_kwargs: Any) -> None:
@@ -284,7 +290,7 @@ def client_class(hf_class: type[PreTrainedModel], family: Family) -> type[Remote
             setattr(owner, family.blocks, BlockList(blocks.modules_in_place))
             self._remote_blocks, self._owners, self.no_dropout = [blocks], [owner], NoDropout(family)
             self._shared_loop, self.speculation = SharedLoop(), Speculation(None)
-            owner.register_forward_pre_hook(context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
+            owner.register_forward_pre_hook(_context_hook(owner, blocks, family, self.no_dropout), with_kwargs=True)
             owner.register_forward_hook(lambda _owner, _inputs, output: blocks.end(output), always_call=True)
 
         @torch.compiler.disable  # most of its time goes to the network
@@ -323,3 +329,96 @@ def _num_wanted(config: PreTrainedConfig, arguments: dict[str, Any]) -> int | No
 def _as(block_class: type[nn.Module], module_class: type[B]) -> type[B]:
     """Return a subclass that also is a ``block_class``: transformers records hidden states of modules by class."""
     return type(module_class.__name__, (module_class, block_class), {})
+
+
+def _context_hook(owner: Any, blocks: RemoteBlocks, family: Family, no_dropout: NoDropout):
+    """Return a hook that gives the blocks each forward's mask, positions and cache, and puts prompts before its input.
+
+    The hook sits on the blocks' owner, because the arguments that an owner passes to a block differ between families.
+    """
+    names = list(inspect.signature(owner.forward).parameters)
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        refuse_inner_outputs(given, owner.config)
+        # A model with pictures has made the masks already, as ``MaskFacts``.
+        given["attention_mask"], joined = read_masks(given.get("attention_mask"))
+        deep_stack = DeepStack.taken_from(given)
+        require_padding_mask(given.get("attention_mask"))
+        if blocks.training and torch.is_grad_enabled():
+            no_dropout.warn(owner.config)
+        cache = given.get(family.cache_argument)
+        later = _opens_later(blocks, cache, given)  # before the next lines make a cache that nobody asked for
+        use_cache = _uses_cache(owner, given)
+        if cache is None and use_cache:
+            cache = RemoteCache(blocks.remote, num_virtual=blocks.num_virtual)
+        session = None if cache is None else session_of(cache, blocks.remote, blocks.num_virtual)
+        past = 0 if session is None else session.length  # with virtual positions, which callers do not see
+        positions_of_text, positions_of_blocks = _positions(given.get("position_ids"))
+        # Without a mask, transformers applies this test to find out whether some row holds several sequences.
+        packed = (
+            cache is None
+            and given.get("attention_mask") is None
+            and positions_of_text is not None
+            and find_packed_sequence_indices(positions_of_text) is not None
+        )
+        require_alone(joined, packed, blocks.prompts is not None)
+        if blocks.prompts is not None:
+            require_no_shift(packed, positions_of_blocks, deep_stack)
+            # Some owners, such as BLOOM's, have no argument for positions.
+            positions = {"position_ids": positions_of_blocks} if "position_ids" in names else {}
+            given = blocks.prompts.before(given | positions, getattr(owner, family.embedding), past)
+            positions_of_blocks = given.get("position_ids")
+        blocks.begin(
+            given.get("attention_mask"),
+            positions_of_blocks,
+            session,
+            later=later,
+            packed=packed,
+            every_block=_needs_every_block(owner, given),
+            deep_stack=deep_stack,
+            joined=joined,
+        )
+        return (), {**given, **family.cache_arguments(cache, use_cache)}
+
+    return hook
+
+
+def _opens_later(blocks: RemoteBlocks, cache: Any, given: dict[str, Any]) -> bool:
+    """Return whether a new cache takes no KV room on servers yet.
+
+    That is so if nobody asked for a cache and the pass may be one of training. Such a cache is often never used.
+    """
+    asked = cache is not None or given.get("use_cache") is not None
+    return not asked and (torch.is_grad_enabled() or blocks.remote.added.drops)
+
+
+def _needs_every_block(owner: Any, given: dict[str, Any]) -> bool:
+    """Return whether blocks are computed one by one.
+
+    With layerdrop, the stock code skips a block by not calling its module.
+    """
+    has_layerdrop = owner.training and bool(getattr(owner, "layerdrop", 0))
+    return wants("output_hidden_states", given, owner.config) or has_layerdrop
+
+
+def _uses_cache(owner: Any, given: dict[str, Any]) -> bool:
+    """Return whether the stock model returns a cache for these arguments, and makes one if none is given."""
+    if getattr(owner, "gradient_checkpointing", False) and owner.training:
+        return False
+    use_cache = given.get("use_cache")
+    return bool(getattr(owner.config, "use_cache", False) if use_cache is None else use_cache)
+
+
+def _positions(position_ids: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the positions that separate packed sequences, [batch, tokens], and the positions that blocks get.
+
+    Models of Qwen2-VL's kind pass [axes, batch, tokens], or [1 + axes, batch, tokens] with the places in the text
+    first. Blocks get [batch, tokens] where all axes are equal, as in text, and otherwise [batch, tokens, axes].
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids, position_ids
+    has_text = len(position_ids) == 1 + _AXES
+    axes = position_ids[1:] if has_text else position_ids
+    are_equal = bool((axes == axes[:1]).all())
+    return position_ids[0] if has_text else None, axes[0] if are_equal else axes.permute(1, 2, 0)

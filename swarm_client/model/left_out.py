@@ -18,6 +18,7 @@ from swarm_protocol.errors import RequestRejected
 
 if TYPE_CHECKING:
     from swarm_client.model.hf_model import RemoteModelMixin
+    from swarm_client.model.model_pass import DeepStack
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +52,20 @@ def require_padding_mask(mask: Any) -> None:
         f"attention_mask {found}: expected a tensor [batch, tokens], 0 for padding. Servers make the model's causal "
         "and sliding masks from it, and take no others; sequences packed into one row are separated by position_ids"
     )
+
+
+def require_no_shift(packed: bool, positions: torch.Tensor | None, deep_stack: DeepStack | None) -> None:
+    """Raise RequestRejected for what trained prompts would shift: packed sequences, or positions on several axes."""
+    if packed:
+        raise RequestRejected(
+            "position_ids begin again within a row: packed sequences cannot be trained with prompts, which "
+            "stand before one sequence per row; send them in rows of their own, with an attention_mask"
+        )
+    if deep_stack is not None or (positions is not None and positions.dim() > 2):
+        raise RequestRejected(
+            "pictures of this model have positions on several axes, which trained prompts (tuning_mode) would shift: "
+            "use one or the other"
+        )
 
 
 def without_router_logits(names: Sequence[str], given: dict[str, Any], config: PreTrainedConfig) -> dict:

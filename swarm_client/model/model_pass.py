@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,23 @@ class DeepStack:
 
     features: list[torch.Tensor]
     where: torch.Tensor
+
+    @classmethod
+    def taken_from(cls, given: dict[str, Any]) -> DeepStack | None:
+        """Return the features in the arguments of a forward, in a list that ``given`` shares; None without features.
+
+        Raises:
+            RequestRejected: the model adds features in another way.
+        """
+        if given.get("deepstack_features"):  # of Granite 4 Vision, for blocks far apart
+            raise RequestRejected(
+                "this model adds parts of a picture before its blocks, which are on servers: give it text alone"
+            )
+        if not given.get("deepstack_visual_embeds"):
+            return None
+        # The pass empties this list if servers add the features, and then the stock code has nothing to add.
+        given["deepstack_visual_embeds"] = features = list(given["deepstack_visual_embeds"])
+        return cls(features, given["visual_pos_masks"])
 
     def additions(self, num_blocks: int) -> torch.Tensor:
         """Return the additions to the outputs of a model's blocks; see ``BlockInput``."""
