@@ -315,7 +315,7 @@ def test_the_events_of_another_history_replace_those_shown(show):
     for hidden in ("true", "false"):  # the page ends its stream while nobody sees it
         page.evaluate(f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }})")
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-    expect(page.locator(".events li")).to_have_text(re.compile("…new joined with blocks 0:4"))
+    expect(page.locator(".events li")).to_have_text([re.compile("…new joined with blocks 0:4")])
 
 
 def test_axe_finds_nothing_serious_before_the_history_arrives(show):

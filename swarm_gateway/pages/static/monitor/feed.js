@@ -30,7 +30,8 @@ export class Events {
   show(events, numModels) {
     this.empty.hidden = events.length > 0;
     this.log.hidden = !events.length;
-    keep(this.list, events.toReversed(), (event) => String(event.id), (event) => line(event), (item) => item.classList.toggle("with-model", numModels > 1));
+    // Another history of the server may use the same ids for other events.
+    keep(this.list, events.toReversed(), (event) => `${event.id} ${event.time}`, (event) => line(event), (item) => item.classList.toggle("with-model", numModels > 1));
   }
 }
 
