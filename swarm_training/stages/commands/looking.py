@@ -12,7 +12,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from swarm_protocol.codecs.bitmap import from_bits
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.failures import first_line, logged_errors
 from swarm_protocol.process import network_loop
