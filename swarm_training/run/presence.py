@@ -63,8 +63,8 @@ class PeerProcess:
             return cls(peer, addresses, resources.pop_all())
 
     async def leave(self) -> None:
-        await self.peer.leave()
-        await self._resources.aclose()
+        async with self._resources:  # they close even if leaving fails or is cancelled
+            await self.peer.leave()
 
 
 def joining_record(
@@ -76,7 +76,7 @@ def joining_record(
         member.identity.peer_id,
         state=JOINING,
         target_batch_size=target_batch_size,
-        share=0.0 if config.client_mode else config.share,
+        share=0.0 if config.client_mode else config.share,  # nobody can send parts to a peer in client mode
         model=state.model_digest,
     )
 

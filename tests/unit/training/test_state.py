@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from swarm_models.checkpoints import safetensors_bytes
+from swarm_protocol.errors import PeerUnavailable
 from swarm_training import (
     Moment,
     RunOptions,
@@ -238,6 +240,20 @@ def test_a_run_clips_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert (
         not {"max_norm", "average_decay"} & TrainingConfig().common.keys()
     )  # peers of older versions have no such setting
+
+
+async def test_a_peer_that_fails_to_leave_closes_its_server_and_its_node() -> None:
+    class Failing:
+        async def leave(self) -> None:
+            raise PeerUnavailable("the disk fails")
+
+    closed: list[str] = []
+    resources = AsyncExitStack()
+    resources.callback(closed.append, "node")
+    process = PeerProcess(Failing(), [], resources)  # type: ignore[arg-type]
+    with pytest.raises(PeerUnavailable, match="the disk fails"):
+        await process.leave()
+    assert closed == ["node"]
 
 
 class NeedsLoss(torch.optim.SGD):
