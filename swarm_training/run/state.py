@@ -320,7 +320,7 @@ class TrainedState:
         with self._lock, torch.no_grad():
             try:
                 load_optimizer(self._optimizer, optimizer)
-            except (KeyError, TypeError, RuntimeError):
+            except (KeyError, TypeError, AttributeError, RuntimeError):
                 raise ValueError("the checkpoint is of another optimizer") from None
             if not self.average_decay:
                 forget_averages(self._optimizer)

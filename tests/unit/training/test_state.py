@@ -160,6 +160,15 @@ def test_a_state_that_no_optimizer_can_have_changes_nothing(spoil: Callable[...,
     assert state.digest() == before and state.step == 1
 
 
+@pytest.mark.parametrize("optimizer", [None, [], {"state": {}}, {"state": {}, "param_groups": [None]}])
+def test_a_checkpoint_without_a_state_for_this_optimizer_is_refused(optimizer: object) -> None:
+    state, model = make("Adam", 0)
+    before = state.digest()
+    with pytest.raises(ValueError, match="the checkpoint is of another optimizer"):
+        state.restart(Moment(0, 5), [each.detach() for each in model.parameters()], optimizer, {})
+    assert state.digest() == before and state.step == 0
+
+
 def parameters() -> list[torch.nn.Parameter]:
     return list(torch.nn.Linear(2, 2).parameters())
 
