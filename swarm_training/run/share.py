@@ -26,6 +26,7 @@ from swarm_training.run.state import TrainedState, require_finite
 from swarm_training.run.transfer.receiving import OfferedState
 
 PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
+_NOT_FINITE = "gradients are not finite: %d samples are left out"
 _logger = logging.getLogger(__name__)
 
 
@@ -57,16 +58,11 @@ class GradientAccumulator:
     def add(self, samples: int, loss: float | None = None) -> None:
         """Take the parameters' gradients, which are means over ``samples`` samples, like ``loss``. Gradients that are
         not finite are left out, but a loss that is not finite counts, because it may cause a rollback."""
-        if loss is not None and not isfinite(loss):
-            self._losses = inf
+        is_taken = self._take(samples)
+        if loss is not None and (is_taken or not isfinite(loss)):
+            self._losses += loss * samples if isfinite(loss) else inf
             self._loss_samples += samples
-        if not self._take(samples):
-            _logger.warning("gradients are not finite: %d samples are left out", samples)
-            return
-        if loss is not None and isfinite(loss):
-            self._losses += loss * samples
-            self._loss_samples += samples
-        self._computed += samples
+        self._computed += samples if is_taken else 0
 
     def report(self) -> PeerCalls:
         """Publish the progress, and step together with the other peers if the batch is complete."""
@@ -145,10 +141,11 @@ class GradientAccumulator:
             self._peer.checkpoints.keep(digest)
 
     def _take(self, samples: int) -> bool:
-        """Take the gradients. Return False if they are left out, because they are not finite."""
+        """Take the gradients. Return False if they are left out, because numbers are not finite."""
         part = torch.zeros_like(self._sum)
         self._state.add_gradients(part, samples)
         if not bool(torch.isfinite(part).all()):
+            _logger.warning(_NOT_FINITE, samples)
             return False
         self._sum += part
         self.samples += samples
@@ -302,13 +299,13 @@ class LocalShare(GradientAccumulator):
 
     def _take(self, samples: int) -> bool:
         if not self._inner.take(samples):
+            _logger.warning(_NOT_FINITE, samples)
             return False
-        stepped = self._inner.step()
+        self.samples += (stepped := self._inner.step())
         if stepped and not all(bool(torch.isfinite(each).all()) for each in self._state.parameters):
             _logger.warning("a local step led to parameters that are not finite: %d samples are left out", self.samples)
             self.withdraw()
-            return True
-        self.samples += stepped
+            return False
         return True
 
     def _contribution(self) -> Tensor:

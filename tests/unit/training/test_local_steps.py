@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.optim.local_steps import InnerSteps
+from swarm_training.run.meetings import NO_LOSS
 from swarm_training.run.share import DelayedLocalShare, LocalShare
 from swarm_training.run.state import TrainedState
 from tests.marks import IN_VIRTUAL_TIME
@@ -393,16 +394,21 @@ def test_bfloat16_steps_are_not_lost_between_its_numbers() -> None:
         assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_parameters_that_are_not_finite_are_not_given() -> None:
+@pytest.mark.parametrize(("loss", "left"), [(2.0, NO_LOSS), (inf, (inf, 3))])
+def test_parameters_that_are_not_finite_are_not_given(
+    loss: float, left: tuple[float, int], caplog: pytest.LogCaptureFixture
+) -> None:
     parameter, peer = torch.nn.Parameter(torch.ones(3)), UnluckyPeer(may_meet=False)
     state = TrainedState([parameter], mean_outer([parameter], 1.0), drifts=True)
     share = LocalShare(peer, state, descent(1e30, parameter))  # type: ignore[arg-type]
     parameter.grad = torch.ones(3)
-    share.add(1)
+    share.add(1, 1.0)
     assert share.samples == 1
     parameter.grad = torch.full((3,), 1e30)
-    share.add(1)
+    share.add(3, loss)
     assert share.samples == 0 and parameter.tolist() == [1.0] * 3 and not state.drift().any()
+    assert caplog.messages == ["a local step led to parameters that are not finite: 4 samples are left out"]
+    assert (share._losses, share._loss_samples) == left  # a loss that is not finite may cause a rollback
 
 
 def run(**options: Any) -> TrainingRun:
