@@ -39,13 +39,13 @@ from swarm_training.rollback.rollbacks import Rollbacks
 from swarm_training.run.standing import PeerState, now, smoothed
 
 NO_LOSS = 0.0, 0
-_FAILURES = 2.0  # times ``silence_s`` before a leader that has failed is asked again
+_FAILURES = 2.0  # the time before a leader that has failed is asked again, in multiples of ``silence_s``
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """All that a peer uses and does not own, which tests simulate: other peers, the DHT, threads and chance.
+    """The things that a peer uses and does not own, which tests simulate: other peers, the DHT, threads and chance.
     ``in_thread``: calls a function that takes long in another thread."""
 
     network: Network
@@ -56,7 +56,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All that a meeting can decide beside an average: a rollback, and what the run knows of evaluations."""
+    """The objects behind the decisions that a meeting takes beside an average: rollbacks and evaluations."""
 
     rollbacks: Rollbacks
     evaluator: Evaluator
@@ -64,6 +64,8 @@ class Decisions:
 
 @dataclass(frozen=True)
 class GradientCompression:
+    """The compression of the averaged vectors. ``encoder``: None if the codec's losses are not remembered."""
+
     compressor: Compressor
     encoder: ErrorFeedback | None = None
 
@@ -165,7 +167,8 @@ class Averager:
             await asyncio.sleep(self._config.poll_s * self._rng.uniform(0.5, 1.0))
 
     def _show_accepted(self) -> None:
-        """Publish the accepted result if counting is exact: it makes others meet even if the batch is incomplete."""
+        """Publish the accepted result if counting is exact, so that other peers meet even if the batch is incomplete:
+        the result may have been decided."""
         digest = self._ballots.accepted.digest
         if self._standing.own.counts_exactly and self._standing.own.accepted != digest:
             self._standing.update(accepted=digest)
@@ -185,7 +188,7 @@ class Averager:
             self._compression.encoder.forget()
 
     def decided(self) -> None:
-        """Free the members' vectors once a result is decided; results stay for late members."""
+        """Free this member's vectors, because a result is decided; results stay for late members."""
         self._rounds.forget_vectors()
 
     def forget(self) -> None:
@@ -253,12 +256,14 @@ class Averager:
                 self._config,
             )
 
+        # An accepted average may still be decided: then the errors of its meeting count.
         if self._compression.encoder is not None and self._ballots.gradient is None:
             self._compression.encoder.rollback()  # discards the errors of a failed meeting
         phases = self._compression.compressor.phases(gradient)
         if leader.peer_id != self._standing.own.peer_id:
             async with self._network.meet(leader) as stream:
                 return await client(stream).attend(join, phases)
+        # A leader is a member of its own meeting, through a stream inside this process.
         own_stream, served_stream = stream_pair(pb.MeetRequest, pb.MeetReply)
         serving = asyncio.ensure_future(self._leading.serve(self._standing.own.peer_id, served_stream))
         try:
@@ -284,6 +289,7 @@ class Averager:
         expected = policy.expected_at(view, view.own.moment, self._standing.roster)
         slowest_s = max((peer.call_s for peer in view.all if peer.peer_id in expected), default=0.0)
         straggler_s = self._config.straggler_s
+        # A peer comes to the meeting only between two of its calls, so the wait depends on the slowest call.
         return LeaderContext(
             expected,
             policy.known_at(view, view.own.moment),
@@ -317,6 +323,7 @@ class Averager:
         has_led = any(peer.moment == then and peer.result_digest == result.digest for peer in later)
         if not has_led and not any(peer.decided == result.digest for peer in view.at(result.group.moment)):
             return None
+        # The result has no duration of its own, because this peer's meeting ended without a commit.
         return replace(result, seconds=self._usual_s) if isinstance(result, Averaged) else result
 
     def _say_who_is_missed(self) -> None:
@@ -333,7 +340,8 @@ class Averager:
         )
 
     def _has_shrunk(self, view: LocalView) -> bool:
-        """Return whether peers have left so that no samples remain, or too few and no other peer waits to meet."""
+        """Return whether the batch is no longer complete because peers have left. If another peer waits to meet, a few
+        samples are enough."""
         if self._rollbacks.cannot_wait(view):
             return False
         if view.own.counts_exactly:

@@ -28,15 +28,17 @@ class RunOptions:
 
     Attributes:
         identity: this peer's key; None creates a new one.
-        compressor: the object that decides which vectors are averaged in place of the gradient; None: the gradient is.
-        encoder: the memory of what encoding loses, see ``ErrorFeedback``.
+        compressor: the object that decides which vectors are averaged in place of the gradient; None: the gradient
+            itself is averaged.
+        encoder: the memory of what encoding loses, see ``ErrorFeedback``; None: losses are not remembered.
         access, token: the access control and this peer's token, for a private run.
         resumed_at: the moment of the checkpoint (``Checkpoint.moment``) from which this peer has loaded its
-            parameters and optimizer, if it has. The founder goes on from there, or from a newer one that others
-            offer within ``restart_wait_s`` of the config. Who joins offers it, and then loads the state of the run.
+            parameters and optimizer; None: it has loaded none. A founder goes on from that checkpoint, or from a newer
+            one that other peers offer within ``restart_wait_s`` of the config. A peer that joins offers the checkpoint
+            to the founder, and then loads the state of the run.
         local: the steps that this peer takes between two global steps, see ``LocalSteps``; None: there are none.
         resume: a directory of ``TrainingRun.save``, whose newest intact checkpoint is loaded; the rest is as with
-            ``resumed_at``. If there is none, the founder begins at step 0.
+            ``resumed_at``. If the directory has no checkpoint, the founder begins at step 0.
         evaluation: the evaluation on held-out data, see ``Evaluation``; None: there is none. All peers of a run
             need the same numbers in it.
     """
@@ -75,7 +77,7 @@ class RunOptions:
         return config
 
     def check_local(self, parameters: Sequence[nn.Parameter], config: TrainingConfig, target_batch_size: int) -> None:
-        """Raise ValueError if there can be no such local steps."""
+        """Raise ValueError if these parameters, this config or this batch size exclude the local steps."""
         if self.local is None:
             return
         require_steps(self.local.inner, (parameter for parameter in parameters if parameter.requires_grad))

@@ -51,14 +51,17 @@ from swarm_training.run.transfer.receiving import Downloaded, compare
 
 _RETRY_S = 0.1
 _GATHER_S = 0.1  # how long a reply waits for more records that are not urgent
-_FOUND_SOON_S = 10.0
+_FOUND_SOON_S = 10.0  # a peer that has found nobody for so long warns that the run's name may be wrong
 _MOST_OTHERS = 64  # records of other peers that are read from one request
-_CUT_OFF_SILENCES = 2.0  # times ``silence_s``: for this long calls must have failed
+_CUT_OFF_SILENCES = 2.0  # the least time for which calls must have failed, in multiples of ``silence_s``
 _logger = logging.getLogger(__name__)
 
 
 class TrainingPeer:
     """One peer of a run, used from one event loop. It answers the requests of other peers, see ``PeerHandlers``.
+
+    Methods that the training loop calls are coroutines even if they await nothing: ``PeerCalls`` carries them to the
+    event loop.
 
     Attributes:
         downloads: the downloads of states that other peers have.
@@ -79,8 +82,8 @@ class TrainingPeer:
         orders: Orders | None = None,
         ledger: KeptLedger | None = None,
     ) -> None:
-        """Create a peer that has not joined yet. ``member``: its key and token. ``orders``: orders of the run's
-        moderators, if it has any. ``ledger``: the contributions known so far."""
+        """Create a peer that has not joined yet. ``member``: its key and token. ``orders``: the registry of moderators'
+        orders; None: the run has no moderators. ``ledger``: the contributions known so far; None: none are."""
         if config.counting == "exact":
             if not 1 <= own.target_batch_size <= MAX_MICRO_BATCHES:
                 raise ValueError(
@@ -181,10 +184,10 @@ class TrainingPeer:
         self.show_offers([OfferedCheckpoint(0, offer_of(moment, state_digest))])
 
     async def await_offers(self, addresses: Sequence[str]) -> None:
-        """Wait for ``restart_wait_s``, for peers that offer a checkpoint. ``addresses``: those by which they join."""
+        """Wait ``restart_wait_s`` for peers that offer a checkpoint. ``addresses``: multiaddrs by which they join."""
         if self._config.restart_wait_s:
             _logger.warning(
-                "waits %.0f s for peers that have a newer checkpoint than this one; they join by: --initial-peers %s",
+                "this peer waits %.0f s for peers with a newer checkpoint; they join by: --initial-peers %s",
                 self._config.restart_wait_s,
                 " ".join(addresses),
             )
@@ -240,7 +243,7 @@ class TrainingPeer:
         """Raise a ValueError that names the difference if the record's peer is in this run but trains another model."""
         try:
             peer = read_signed(record)
-        except ValueError:
+        except ValueError:  # a stranger's entry in the DHT
             return
         if peer.run == self.own.run and peer.is_reachable:
             with suppress(SwarmError, TimeoutError):
@@ -259,6 +262,7 @@ class TrainingPeer:
         self.checkpoints.replicas.close()
         for task in self._tasks:
             task.cancel()
+        # Gossip has ended with these tasks, so the last record goes to the peers directly.
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.silence_s):
@@ -320,7 +324,7 @@ class TrainingPeer:
         self._standing.require_admitted(self.own.peer_id)
         self._averager.set_loss(loss, loss_samples)
         self._standing.update(samples=samples)
-        if loss == inf:
+        if loss == inf:  # it may make peers meet before the batch is complete, see ``Rollbacks.cannot_wait``
             self._standing.update(loss=loss, loss_samples=loss_samples)
         self.gossip.tell(urgent=self._averager.is_due(self.view()))
 
@@ -331,8 +335,8 @@ class TrainingPeer:
         await self.report(len(done), loss, loss_samples)
 
     def hold(self, averaged: Averaged, shared: bytes = b"", squared_norm: tuple[float, ...] = ()) -> None:
-        """Hold a decided average until peers of other runs have theirs too; ``stepped`` follows when it is applied.
-        Until then this peer stays at its moment, and publishes the decision to its group and to observers.
+        """Hold a decided average until the peers of other runs hold their averages too. ``stepped`` follows when it is
+        applied. Until then this peer stays at its moment, and publishes the decision to its group and to observers.
 
         ``shared``: the digest of an ``Offer`` with the part of the average that these peers need. ``squared_norm``: see
         ``show_norm``."""
@@ -348,10 +352,10 @@ class TrainingPeer:
         self.gossip.tell(urgent=True)
 
     async def go_back(self, moment: Moment, state_digest: bytes, skipped_batches: int) -> None:
-        """Record that the run has gone back to a moment, as was decided elsewhere, and that this peer has taken over
-        the checkpoint of that step. ``skipped_batches``: see ``skip_batches``.
+        """Record that the run has gone back to a moment without a meeting of this run, and that this peer has taken
+        over the checkpoint of that step. ``skipped_batches``: see ``skip_batches``.
 
-        The roster of the last step decides about the next one, because no other peers are known to be there.
+        The roster stays: there was no meeting, so this peer does not know which other peers are at the moment.
         """
         self._averager.took_over_state()
         self.rollbacks.took_over(LossHistory(), moment.step)
@@ -369,6 +373,7 @@ class TrainingPeer:
 
     @property
     def is_aside(self) -> bool:
+        """Return whether this peer stands aside. Unlike a peer that has not joined yet, it has a state."""
         return self.own.state == JOINING and bool(self.own.state_digest)
 
     @property
@@ -377,7 +382,7 @@ class TrainingPeer:
         return self.gossip.failing_s().keys().isdisjoint(peer.peer_id for peer in self.view().others)
 
     def stand_aside(self) -> None:
-        """Pause until ``take_part``, or until this peer has loaded the state; the other peers do not wait for it."""
+        """Pause until ``take_part``, or until this peer has loaded the state; other peers do not wait for this peer."""
         self._standing.update(state=JOINING, **self._nothing())
         self.gossip.tell(urgent=True)
 
@@ -476,7 +481,8 @@ class TrainingPeer:
         )
 
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> bool:
-        """Record that the state was taken over. Return whether it is the state that most peers had at that moment."""
+        """Record that the state was taken over, if it is the state that most peers had at that moment; return whether
+        it is."""
         arrival = downloaded.arrival
         with suppress(TimeoutError):  # records of that step may still arrive
             async with asyncio.timeout(self._config.silence_s):
@@ -562,6 +568,7 @@ class TrainingPeer:
         return {"samples": 0, "micro_batches": none, "accepted": b"", "decided": b"", "squared_norm": ()}
 
     def _newest(self) -> Moment | None:
+        """Return the last moment whose rounds the ledger takes; None: this peer does not know where the run is."""
         return None if self.own.state == JOINING else self.own.moment
 
     async def _arrive(self, arrival: Arrival, state_digest: bytes) -> None:
@@ -570,7 +577,7 @@ class TrainingPeer:
         self._state_server.remember(arrival)
         self._measured_s = now()
         if self.own.state == JOINING:
-            self.gossip.publish_soon()
+            self.gossip.publish_soon()  # the record on the board still says that this peer is joining
         self._standing.update(
             rollbacks=arrival.moment.rollbacks,
             step=arrival.moment.step,

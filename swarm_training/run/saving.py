@@ -28,8 +28,8 @@ def save(
     state: TrainedState, went_back_to: int, directory: Path, keep: int, spared: Collection[int] = frozenset()
 ) -> Path:
     """Write the state to a new file in the directory; return its path. A process that is killed meanwhile leaves the
-    files that were there. All but the newest ``keep`` files are removed, except those of the steps ``spared``, and so
-    are those of steps that the run has undone.
+    files that were there. The newest ``keep`` files and those of the steps ``spared`` stay. Older files are removed,
+    and so are files of steps that the run has undone by a rollback.
 
     Raises:
         ValueError: ``keep`` is less than 1, or the directory cannot be written.
@@ -42,6 +42,7 @@ def save(
     checkpoints.spare(spared)
     try:
         for path, other in stored_in(directory).items():
+            # Written before the last rollback, at a step after the one to which it went back.
             if other.lineage.rollbacks < moment.rollbacks and other.step > went_back_to:
                 path.unlink(missing_ok=True)
         checkpoints.adopt(moment.step, digest)
@@ -69,8 +70,8 @@ def save_servable(
 
 
 def load_newest(state: TrainedState, directory: Path) -> Moment | None:
-    """Load the newest checkpoint of the directory that is intact, and return its moment; None if there is none. Damaged
-    ones cause a warning. Raise CheckpointError if all checkpoints are damaged, or ValueError if the checkpoint is of
+    """Load the newest intact checkpoint of the directory, and return its moment; None if there is none. Each damaged
+    one causes a warning. Raise CheckpointError if all checkpoints are damaged, or ValueError if the checkpoint is of
     another model or optimizer."""
     found: list[tuple[Moment, Path, Callable[[], None]]] = []
     for path, kept in stored_in(directory).items():
@@ -89,7 +90,7 @@ def load_newest(state: TrainedState, directory: Path) -> Moment | None:
     for moment, path, load in sorted(found, key=lambda each: each[:2], reverse=True):
         try:
             load()
-        except CheckpointError as error:
+        except CheckpointError as error:  # which is a ValueError too
             _logger.warning("%s", error)
         except ValueError:
             raise ValueError(f"{path} is of another model or optimizer: expected another directory") from None

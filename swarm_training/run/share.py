@@ -25,7 +25,7 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.state import TrainedState, require_finite
 from swarm_training.run.transfer.receiving import OfferedState
 
-PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]
+PeerCalls = Generator[Coroutine[Any, Any, Any], Any, None]  # yields coroutines of the peer, receives their results
 _NOT_FINITE = "gradients are not finite: %d samples are left out"
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GradientAccumulator:
     Attributes:
         last_group: ids of the peers that were averaged for the last step, in the order of the sum.
         last_batch_size: the number of samples in that average.
-        last_loss: the mean loss over the samples of that average for which members have reported one, before the step;
+        last_loss: the mean loss before the step, over the samples of that average for which members have reported one;
             None: nobody has reported a loss.
     """
 
@@ -84,9 +84,9 @@ class GradientAccumulator:
     def found(self, resumed_at: Moment | None, addresses: Sequence[str], evaluations: EvaluationHistory) -> PeerCalls:
         """Found the run with the present state, which is that of the checkpoint of ``resumed_at``, or of step 0.
 
-        A run that has been there before, as that checkpoint or the ledger shows, goes on from a newer checkpoint if
-        peers offer one meanwhile; a new run waits for nobody. ``addresses``: those by which they join. ``evaluations``:
-        see ``TrainingPeer.found``."""
+        If that checkpoint or the ledger shows that the run is not new, this peer first waits for other peers, and goes
+        on from a newer checkpoint if they offer one. ``addresses``: the addresses by which they join.
+        ``evaluations``: see ``TrainingPeer.found``."""
         if resumed_at is not None or self._peer.ledger.newest is not None:
             yield self._peer.await_offers(addresses)
             newer = yield from self._load_newer(resumed_at or Moment(0, 0))
@@ -95,7 +95,7 @@ class GradientAccumulator:
         yield self._peer.found(self._state.digest(), resumed_at, evaluations=evaluations)
 
     def _load_newer(self, own: Moment) -> Generator[Coroutine[Any, Any, Any], Any, OfferedState | None]:
-        """Take over the newest state that peers offer, if it is newer than the one of moment ``own``, and return it."""
+        """Take over the newest state that peers offer, and return it; None if none is newer than moment ``own``."""
         refused: set[bytes] = set()
         while True:
             newer: OfferedState | None = yield self._peer.downloads.newest_offered(own, refused)
@@ -116,8 +116,8 @@ class GradientAccumulator:
 
         Raises:
             ValueError: it cannot be used, and nothing has changed.
-            UnreadableState: its file failed while it was taken over, so that the present state is a mixture. Nobody may
-                found the run on that.
+            UnreadableState: its file failed while it was taken over, so that the present state is a mixture of two.
+                No run may be founded on a mixture.
         """
         try:
             require_finite(newer.data)
@@ -126,7 +126,7 @@ class GradientAccumulator:
         self._state.load(newer.moment, newer.data)
 
     def load(self) -> PeerCalls:
-        """Take over the state that most other peers have, and drop gradients that belong to an older state."""
+        """Take over the state that most other peers have, and drop the gradients, which belong to an older state."""
         downloaded = yield self._peer.downloads.newest()
         if downloaded is None:
             return
@@ -206,13 +206,14 @@ class GradientAccumulator:
 class DelayedShare(GradientAccumulator):
     """A share whose gradients are averaged while the next one is accumulated, see ``TrainingConfig.delay``."""
 
-    _given: Tensor | None = None  # what is being averaged, as ``_take_back`` expects it
+    _given: Tensor | None = None  # the part of this share that is being averaged, in the form for ``_take_back``
     _given_samples = 0
     _given_losses = NO_LOSS
 
     def report(self) -> PeerCalls:
         yield from self._measure()
         if self._given is not None:
+            # Once the next share has as many samples, this peer waits: its updates are delayed by one step at most.
             if self.samples < self._given_samples and not (yield self._peer.has_averaged()):
                 return
             yield from self._finish()
@@ -233,7 +234,7 @@ class DelayedShare(GradientAccumulator):
             return
 
     def _finish(self) -> PeerCalls:
-        """Apply the average; if there is none, take what was given for it back into this share."""
+        """Apply the average. If the peers have not agreed on one, take the given part back into this share."""
         decided = yield self._peer.averaged()
         assert self._given is not None
         given, self._given = self._given, None
@@ -256,11 +257,11 @@ class DelayedShare(GradientAccumulator):
 
 
 class LocalShare(GradientAccumulator):
-    """A share that steps by itself, see ``LocalSteps``. What is averaged in place of a gradient is the distance of its
-    parameters from the shared ones (the *pseudo-gradient* of DiLoCo).
+    """A share that steps by itself, see ``LocalSteps``. Peers average the distances of their parameters from the shared
+    ones (the *pseudo-gradients* of DiLoCo) in place of gradients.
 
-    A peer that comes too late by one global step brings its local steps into the next one, unless the others may have
-    counted them already. Older ones are dropped, as gradients are.
+    A peer that comes too late by one global step brings its local steps into the next one, unless the other peers may
+    have counted them already. Older steps are dropped, as gradients are.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class LocalShare(GradientAccumulator):
         super().__init__(peer, state, evaluation)
         self._sum = torch.zeros(0)  # the sum of the steps is in the parameters
         self._inner = InnerSteps(local, state.parameters, max_norm)
-        self._may_be_counted = False
+        self._may_be_counted = False  # whether others may have averaged the local steps without this peer's knowledge
 
     def load(self) -> PeerCalls:
         before, kept = self._peer.own, (self.samples, self._losses, self._loss_samples)
@@ -282,7 +283,7 @@ class LocalShare(GradientAccumulator):
         drift = self._state.drift() if is_whole else None
         yield from super().load()
         now = self._peer.own
-        if (now.moment, now.state_digest) == (before.moment, before.state_digest):
+        if (now.moment, now.state_digest) == (before.moment, before.state_digest):  # no state was loaded
             return
         if drift is None or now.moment != replace(before.moment, step=before.step + 1):
             self._inner.forget()
@@ -292,7 +293,7 @@ class LocalShare(GradientAccumulator):
         yield self._tell()
 
     def withdraw(self) -> None:
-        """Take all local steps since the last global step back."""
+        """Undo all local steps since the last global step."""
         self._clear()
         self._inner.forget()
         self._state.restore()
@@ -328,7 +329,7 @@ class DelayedLocalShare(DelayedShare, LocalShare):
     """
 
     def withdraw(self) -> None:
-        """Take all local steps back that are not being averaged."""
+        """Undo all local steps that are not being averaged."""
         super().withdraw()
         if self._given is not None:
             self._state.restore(self._given)
@@ -337,13 +338,13 @@ class DelayedLocalShare(DelayedShare, LocalShare):
         return contribution
 
     def _apply_late(self, decided: Averaged | WentBack, given: Tensor) -> PeerCalls:
-        later = self._state.drift() - given
+        later = self._state.drift() - given  # the steps since the average began; applying it resets the parameters
         yield from super()._apply_late(decided, given)
         if isinstance(decided, Averaged):
             self._state.restore(later)
 
     def _take_back(self, given: Tensor) -> None:
-        """Leave the steps where they are: in the parameters. The others may have counted them."""
+        """Leave the steps in the parameters, where they are. Other peers may have counted them."""
         self._may_be_counted = True
 
 

@@ -31,13 +31,15 @@ class PeerState:
     """
 
     def __init__(self, own: Progress, identity: Identity, table: ProgressTable, moderation: Moderation) -> None:
-        self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)  # still grows after a restart
+        # Milliseconds of Unix time: a restarted process continues above the versions that it has published before.
+        self.own = dataclasses.replace(own, version=time.time_ns() // 1_000_000)
         self.roster: tuple[str, ...] = (own.peer_id,)
         self.table = table
         self.moderation = moderation
         self._identity = identity
 
     def view(self) -> LocalView:
+        """Return what this peer knows of the run now, without banned and excluded peers."""
         excluded = self._adopt()
         self.table.ban(self.banned(), self.moderation.banned() | excluded, now())
         return self.table.view(self.own, now())
@@ -48,16 +50,18 @@ class PeerState:
             self.update(excludes=(*self.own.excludes, peer_id)[-MAX_EXCLUDED:])
 
     def banned(self) -> frozenset[str]:
-        """Return the ids of the peers that moderators have banned, or that this peer or most peers exclude."""
+        """Return the ids of the peers that moderators have banned, or that this peer excludes. ``view`` has made this
+        peer exclude those that most peers exclude."""
         return self.moderation.banned().union(self.own.excludes)
 
     def require_admitted(self, peer_id: str) -> None:
         """Raise AccessDenied if the peer is banned or excluded."""
         self.moderation.require_admitted(peer_id)
+        # `_adopt` copies the votes of most peers into the own record, except a vote against this peer itself.
         if peer_id in self.own.excludes or (peer_id == self.own.peer_id and peer_id in self._excluded_by_most()):
             raise AccessDenied(
-                f"{peer_id} is excluded from the run: others have computed again what it has computed, and found it "
-                "wrong; its hardware or software may be at fault"
+                f"{peer_id} is excluded from the run: other peers have repeated its computation and got another "
+                "result; its hardware or software may be at fault"
             )
 
     def _adopt(self) -> frozenset[str]:

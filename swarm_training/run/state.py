@@ -31,7 +31,7 @@ from swarm_training.optim.weight_average import AVERAGE, average_of, averaged_te
 
 _PARAMETER, _STATE, _COMPRESSOR = "parameter", "state", "compressor/"
 _CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))  # the types of settings that JSON can carry
 
 
 class TrainedState:
@@ -40,9 +40,10 @@ class TrainedState:
     Attributes:
         moment: the run's moment: the number of rollbacks and of global steps taken.
         parameters: the parameters that need gradients.
-        shared_parameters: the values of them that are part of the state. They are copies in CPU memory if the
+        shared_parameters: the values of ``parameters`` that all peers have. They are copies in CPU memory if the
             parameters drift from them, else the parameters themselves.
-        shapes: one text per parameter, its shape and type; peers compare them to check that they train the same model.
+        shapes: the shape and type of each parameter, as text. Peers compare these to check that they train the same
+            model.
         common: the settings that must be equal at all peers.
         max_norm: the norm to which averaged gradients are clipped; 0: they are not clipped.
         average_decay: the decay of the moving average of the weights; 0: there is no such average.
@@ -88,9 +89,9 @@ class TrainedState:
             self._copies = list(zip(self.shared_parameters, self.parameters, strict=True))
         self.shapes = [f"{list(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in self.parameters]
         self.length = sum(parameter.numel() for parameter in self.parameters)
-        if not average_decay:
+        if not average_decay:  # the caller may have loaded the optimizer of a run that had averages
             forget_averages(optimizer)
-        _plain_groups(optimizer)
+        _plain_groups(optimizer)  # raises if a setting of the optimizer cannot travel
 
     @property
     def step(self) -> int:
@@ -133,7 +134,7 @@ class TrainedState:
             own = fsum(self.squared_norm(gradient)) if squared_norm is None else squared_norm
             scale = min(1.0, self.max_norm / (sqrt(own) + _CLIP_EPSILON))
         with self._lock:
-            self.restore()
+            self.restore()  # discards the local steps: the gradient is their mean over all peers
             self.set_gradients(gradient, scale)
             self._optimizer.step()
             if self.average_decay:
@@ -148,8 +149,8 @@ class TrainedState:
 
     @staticmethod
     def _part_of(gradient: Tensor, parameter: nn.Parameter, span: tuple[int, int], scale: float) -> Tensor:
-        """Return the part of a whole gradient that is for this parameter, times ``scale``. This is a
-        view where device, dtype and scale allow it: nobody reads the gradient later."""
+        """Return the part of a whole gradient that is for this parameter, times ``scale``. It is a view where device,
+        dtype and scale allow it, because nobody reads the gradient later."""
         part = gradient[slice(*span)].view(parameter.shape)
         return (part if scale == 1.0 else part * scale).to(parameter.device, parameter.dtype)
 
@@ -228,22 +229,21 @@ class TrainedState:
             return self.moment, safetensors_bytes.size_bytes(tensors, {"optimizer": metadata})
 
     def snapshot(self, waits: bool = True) -> tuple[Moment, StateFile]:
-        """Return the moment, and the state in a temporary safetensors file, which cannot contain code. ``waits``:
-        whether the next step waits until the file is written. Raise SwarmError if the file cannot be written, or
-        PeerUnavailable if a step that did not wait has changed the state."""
+        """Return the moment, and the state in a temporary safetensors file, which cannot contain code.
+
+        ``waits``: whether the next step waits until the file is written. Raise SwarmError if the file cannot be
+        written, or PeerUnavailable if a step that did not wait has changed the state."""
         file = temporary_file()
         with undone_on_error(file.close):
             try:
-                moment = self._write(file) if waits else self._write_beside(file)
+                moment = self.write(file) if waits else self._write_beside(file)
                 return moment, StateFile(file)
             except OSError as error:
                 raise no_room(error) from None
 
-    def write(self, file: BinaryIO) -> None:
-        """Write the content of ``snapshot`` to ``file``, one tensor at a time. Raise OSError if writing fails."""
-        self._write(file)
-
-    def _write(self, file: BinaryIO) -> Moment:
+    def write(self, file: BinaryIO) -> Moment:
+        """Write the content of ``snapshot`` to ``file``, one tensor at a time, and return the moment. Raise OSError if
+        writing fails."""
         with self._lock:
             tensors, metadata = self._contents()
             safetensors_bytes.write(file, tensors, {"optimizer": metadata})
@@ -269,8 +269,8 @@ class TrainedState:
 
         Raises:
             ValueError: the data are not a state of these parameters; nothing has been changed then.
-            UnreadableState: the file can no longer be read; only a part of the state has been taken over then, and the
-                moment is still that of before.
+            UnreadableState: the file can no longer be read. Only a part of the state has been taken over then, and the
+                moment is unchanged.
         """
         tensors, metadata = data.header()
         groups, scalars = _read_settings(metadata)
@@ -283,6 +283,7 @@ class TrainedState:
         with self._lock, torch.no_grad():
             self._require_same_shapes(tensors)
             settings = [_as_were(*pair) for pair in zip(self._optimizer.param_groups, groups, strict=True)]
+            # The last call that may raise ValueError, and it raises before it changes anything.
             self._compressor.load_state_dict(compressed)
             for number, parameter in enumerate(self.parameters):
                 parameter.copy_(data.tensor(tensors[f"{_PARAMETER}/{number}"]))
@@ -312,8 +313,8 @@ class TrainedState:
     def restart(
         self, moment: Moment, parameters: Sequence[Tensor], optimizer: Any, compressor: Mapping[str, Tensor]
     ) -> None:
-        """Take over the parameters and the ``state_dict()`` of optimizer and compressor that ``checkpoint`` has had.
-        Raise ValueError if they are those of other parameters, or of another kind of optimizer or compressor."""
+        """Take over the content of a ``checkpoint``: the parameters, and the ``state_dict()`` of optimizer and
+        compressor. Raise ValueError if it is of other parameters, or of another kind of optimizer or compressor."""
         shapes = [(each.shape, each.dtype) for each in parameters]
         if shapes != [(each.shape, each.dtype) for each in self.parameters]:
             raise ValueError("the checkpoint is of other parameters")
@@ -364,7 +365,8 @@ class TrainedState:
         tensors: Mapping[str, FileTensor],
         scalars: Mapping[str, Any],
     ) -> None:
-        """Load a parameter's optimizer state. Tensors keep their device; new ones get its device, or CPU if 0-d."""
+        """Load a parameter's optimizer state. A tensor goes to the device of the tensor that it replaces. A new tensor
+        goes to the parameter's device, or to the CPU if it is 0-d, as the ``step`` of torch's optimizers is."""
         old = self._optimizer.state.pop(parameter, {})
         state: dict[str, Any] = dict(scalars.get(str(number), {}))
         prefix = f"{_STATE}/{number}/"
@@ -372,7 +374,7 @@ class TrainedState:
             if name.startswith(prefix):
                 key = name.removeprefix(prefix)
                 if key == AVERAGE and not self.average_decay:
-                    continue  # the run has had an average before it was started again
+                    continue  # the run had an average of its weights before it was started again without one
                 before = old.pop(key, None)
                 beside = torch.device("cpu") if not entry.shape else parameter.device
                 device = before.device if isinstance(before, Tensor) else beside
@@ -407,7 +409,7 @@ def require_steps(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Para
     if needed:
         raise ValueError(
             f"{type(optimizer).__name__}.step needs {', '.join(needed)}: expected an optimizer that steps with the "
-            "gradients alone, since peers cannot compute the loss of all again"
+            "gradients alone, since peers cannot compute the loss over the whole batch again"
         )
 
 
@@ -435,7 +437,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _shown_digest(tensors: Iterable[Tensor]) -> str:
-    """Return the beginning of a SHA-256 over shapes, dtypes and bits; tensors of the meta device have no bits."""
+    """Return the beginning of a SHA-256 over shapes, dtypes and bits, short enough for an error message. Tensors of the
+    meta device have no bits."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
@@ -458,7 +461,8 @@ def require_finite(data: StateFile) -> None:
 
 
 def _read_settings(metadata: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return the optimizer's groups, and the plain values in its state by parameter. Raise ValueError for others."""
+    """Return the optimizer's groups, and the plain values in its state by parameter. Raise ValueError if ``metadata``
+    contains anything else."""
     try:
         plain = json.loads(metadata)
         groups, scalars = plain["groups"], plain["scalars"]

@@ -43,8 +43,9 @@ class TrainingRun(Closing):
     parameters stay bit-identical. ``loss`` must be a mean over the samples. Do not call the optimizer's own ``step``
     or ``zero_grad``.
 
-    With ``local`` each peer takes steps of its own, and what is averaged after the target batch is how far these have
-    moved its parameters. In between, parameters differ from peer to peer; ``shared_parameters`` gives the common ones.
+    With ``local`` each peer takes steps of its own. After the target batch, the peers average how far these steps have
+    moved their parameters. Until then, parameters differ from peer to peer; ``shared_parameters`` gives the common
+    ones.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class TrainingRun(Closing):
             parameters: the model's parameters, or only the trained ones. Frozen parameters in this list must be
                 bit-identical at all peers. Each peer has its own buffers, such as a BatchNorm's means.
             optimizer: an optimizer that has all trained parameters and steps without a closure. With ``local`` it is
-                the outer one, and None stands for ``SGD(lr=1.0)``, which takes over the mean of all parameters.
+                the outer optimizer, and None stands for ``SGD(lr=1.0)``, which sets the parameters to the mean of all
+                peers' parameters.
             target_batch_size: the number of samples of all peers together between two global steps.
             options, keywords: the options; a keyword replaces the field of ``options``.
 
@@ -132,7 +134,7 @@ class TrainingRun(Closing):
 
     @property
     def max_norm(self) -> float:
-        """Return the norm to which averaged gradients are clipped; 0: they are not clipped."""
+        """Return the norm to which averaged gradients, or those of local steps, are clipped; 0: none are clipped."""
         return self._max_norm
 
     @property
@@ -147,8 +149,8 @@ class TrainingRun(Closing):
 
     @property
     def last_loss(self) -> float | None:
-        """Return the mean loss over the samples of the last average for which peers have reported one, before the
-        step; None: no peer has. All peers of an average have the same."""
+        """Return the mean loss before the last step, over the samples of its average for which peers have reported a
+        loss; None: no peer has. All peers of an average return the same number."""
         return self._share.last_loss
 
     @property
@@ -183,19 +185,21 @@ class TrainingRun(Closing):
 
     @property
     def ledger(self) -> dict[str, UserTotal]:
-        """Return samples and rounds by user, most samples first, for all known steps. Contributors have signed them,
-        and they are countersigned. A user is the name in a token, or the peer id in a run without an organiser."""
+        """Return samples and rounds by user, most samples first, for all known steps. Each contribution is signed by
+        its peer and countersigned by a leader. A user is the name in a token, or the peer id in a run without an
+        organiser."""
         return network_loop.call(self._presence.peer.ledger.totals)
 
     def step(self, samples: int, loss: float | None = None) -> None:
         """Take the gradients, which must be a mean over ``samples`` samples, and take a local step with them if there
         are local steps. If the batch is complete, block while the peers average, unless ``delay`` is on.
 
-        ``loss`` is the mean over the same samples. Observers of the run see it, and it shows when the run has diverged.
+        ``loss`` is the mean over the same samples. Observers of the run see it, and peers conclude from it that the run
+        has diverged.
 
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed or has ended (``reason_of_end``).
-            AccessDenied: a moderator has banned this peer.
+            AccessDenied: a moderator has banned this peer, or other peers have excluded it for wrong results.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples is {samples!r}: expected a whole number of at least 1")
@@ -215,16 +219,16 @@ class TrainingRun(Closing):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Path:
         """Write parameters, optimizer state and compressor state as of the last global step into a directory, which is
-        for this run alone; return the path of the new checkpoint. The newest ``keep`` stay, and so does the one with
-        the lowest loss on held-out data, if there is one. See ``resume``.
+        for this run alone; return the path of the new checkpoint. The newest ``keep`` checkpoints stay, and so does the
+        one with the lowest loss on held-out data. ``resume`` of ``RunOptions`` loads them.
 
-        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older ones intact.
+        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older checkpoints intact.
 
         Args:
             model: the model of transformers that has the parameters. The checkpoint is then a folder that transformers
                 and servers load as a model, with the rest in its folder ``training``, and the moving average of the
                 weights as a second model in ``averaged``, if there is one. Without ``model`` it is a file.
-            tokenizer: the tokenizer whose files the folder has too.
+            tokenizer: the tokenizer whose files are written into the folder; None: there is none.
 
         Raises:
             ValueError: ``keep`` is less than 1, the directory cannot be written, or the model is not that of the run or
@@ -246,8 +250,8 @@ class TrainingRun(Closing):
                 return save_servable(content, servable, self.went_back_to, Path(directory), keep, spared)
 
     def finish(self) -> None:
-        """Wait until the loss on held-out data is known, if the parameters of the last steps are being evaluated. Call
-        this before ``close`` when training is over."""
+        """Wait until no loss on held-out data is missing that some peer can still compute. Call this before ``close``
+        when training is over."""
         network_loop.run(self._presence.peer.evaluator.settled())
 
     def close(self) -> None:
@@ -271,7 +275,8 @@ class TrainingRun(Closing):
         return self._state.averaged()
 
     def _join(self, timeout_s: float, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
-        """Load the state of the run. If the run starts again, offer the own state, which is that of ``resumed_at``."""
+        """Load the state of the run. If the run starts again, first offer this peer's own state, the one of
+        ``resumed_at``."""
         peer = self._presence.peer
         if resumed_at is not None:
             network_loop.run(peer.offer_state(resumed_at, self._state.digest(), earlier))
@@ -306,7 +311,7 @@ def _state_of(
     if local is not None:
         common |= local.common
         optimizer = optimizer or outer_optimizer(parameters)
-        max_norm = 0.0  # local steps are clipped, not their sum
+        max_norm = 0.0  # the gradient of each local step is clipped, not the sum of the steps
     if optimizer is None:
         raise ValueError("optimizer is missing: expected one, since there are no local steps")
     drifts, decay = local is not None, config.average_decay

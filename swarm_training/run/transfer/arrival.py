@@ -1,4 +1,4 @@
-"""The way in which a run has come to a moment, which travels with the state."""
+"""The decision by which a run came to a moment. It travels with the state of that moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Arrival:
     """A moment of a run, and the decision that led to it."""
 
     moment: Moment
-    roster: tuple[str, ...]  # ids of the peers that decided it and can be reached
+    roster: tuple[str, ...]  # ids of the peers that took the decision and can be reached
     result_digest: bytes  # the digest of the average that led to the moment, or of the rollback
     # The losses up to the moment, by which the next loss is judged.
     history: LossHistory = field(default_factory=LossHistory)

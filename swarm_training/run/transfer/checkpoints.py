@@ -1,4 +1,4 @@
-"""The checkpoints that a peer keeps, of its own run and of another one: its record shows them, others copy them."""
+"""The checkpoints that a peer keeps, of its own run and of another one. Its record names them, others copy them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PeerCheckpoints:
-    """The checkpoints of one peer's run in ``kept``; in ``replicas``, those that it keeps for another run."""
+    """The checkpoints that one peer keeps. ``kept``: those of its own run; ``replicas``: copies for another run."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PeerCheckpoints:
         ``born``: see ``Lineage``; None: the state is new, or kept already."""
         kept, own, moment = self.kept, self._standing.own, self._state.moment
         is_evaluated = own.counts_exactly and kept.is_on and self._evaluation.is_due(moment.step)
-        if is_evaluated:  # its checkpoint stays at least until the loss is known
+        if is_evaluated:  # the checkpoint stays at least until its loss on held-out data is known
             kept.spare({*kept.spared, moment.step})
         if (is_evaluated or kept.is_due(moment.step)) and self._state.is_finite():
             lineage = Lineage(moment.rollbacks if born is None else born, moment.rollbacks, own.skipped_batches)
@@ -53,7 +53,7 @@ class PeerCheckpoints:
                 _logger.warning("the state of step %d is not kept: %s", moment.step, error.strerror)
 
     def born(self, state_digest: bytes) -> int | None:
-        """Return ``Lineage.born`` of a state that others keep; None if it is not known."""
+        """Return ``Lineage.born`` of the state with this digest, if another peer keeps it; None if none does."""
         known = (peer.kept for peer in self._standing.view().others if peer.kept is not None)
         return next((kept.lineage.born for kept in known if kept.state_digest == state_digest), None)
 
@@ -99,7 +99,7 @@ class PeerCheckpoints:
         self._gossip.tell()
 
     def mark(self) -> None:
-        """Note in the checkpoint of this moment, if there is one, how the run came here, and publish the newest one."""
+        """Note in the checkpoint of this moment, if there is one, how the run came here. Publish the newest one."""
         own = self._standing.own
         if own.counts_exactly:
             self.kept.mark(own.step, own.rollbacks, own.skipped_batches)

@@ -1,4 +1,4 @@
-"""The downloads of one peer: the peers that it asks for a state, again if need be, and those that it suspects then."""
+"""The downloads of one peer: which peers it asks for a state, when it asks again, and which peers it then suspects."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ class StateDownloads:
         self._why_none = "none that can be called has one"
 
     async def newest(self) -> Downloaded | None:
-        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it. Peers
-        that refuse are asked a second time, for their newest state then: a step may have overtaken the first one. Raise
-        ValueError if a source trains another model than this peer, which has not joined yet."""
+        """Download and return the state that most other peers have; None if no peer has a newer one, or gives it.
+
+        A peer that is unavailable is asked a second time, for the state that is its newest by then: a step may have
+        overtaken the first one. Raise ValueError if this peer has not joined yet, and a source trains another model.
+        """
         for may_ask_again in (True, False):
             sources = list(policy.sources_of_state(self._standing.view()))
             self._rng.shuffle(sources)
@@ -57,13 +59,14 @@ class StateDownloads:
                 try:
                     return await download(self._network, source, self._state, self._in_thread)
                 except (SwarmError, TimeoutError, ValueError) as error:
+                    # RequestRejected is both a SwarmError and a ValueError: it says nothing about the model.
                     if not isinstance(error, SwarmError | TimeoutError) and not self._standing.own.state_digest:
                         raise
                     _logger.debug("%s does not give its state: %s", source.peer_id, error)
                     self._why_none = f"{source.peer_id}: {str(error) or 'it is too slow'}"
                     if not (may_ask_again and isinstance(error, PeerUnavailable)):
                         self._standing.table.suspect(source.peer_id)
-        await asyncio.sleep(self._config.poll_s)
+        await asyncio.sleep(self._config.poll_s)  # callers ask again at once
         return None
 
     def no_state(self) -> PeerUnavailable:
@@ -71,8 +74,8 @@ class StateDownloads:
         return PeerUnavailable(f"no peer of the run has given its state: {self._why_none}")
 
     async def refuse(self, downloaded: Downloaded, error: Exception) -> None:
-        """Suspect the source of a download that is not a valid state, or can no longer be read."""
-        _logger.warning("%s has not given its state: %s", downloaded.source, error)
+        """Suspect the source of a download that is not a valid state, or whose file can no longer be read."""
+        _logger.warning("the state from %s cannot be used: %s", downloaded.source, error)
         self._standing.table.suspect(downloaded.source)
 
     async def newest_offered(self, own: Moment, refused: Collection[bytes]) -> OfferedState | None:

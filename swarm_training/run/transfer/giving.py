@@ -19,19 +19,21 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.state import TrainedState
 from swarm_training.run.transfer.arrival import Arrival
 
-_REMEMBERED = 4  # steps
+_REMEMBERED = 4  # arrivals
 _MOST_SNAPSHOTS = 3  # whole states that a giver has among its temporary files
-_POLL_S = 0.02
+_POLL_S = 0.02  # between two looks at whether the moment has been published
 _GONE_ON = "the run has gone on; ask again"
 
 
 class Store(Protocol):
+    """A store of data that peers request by digest."""
+
     def read(self, digest: bytes) -> StateFile | None:
         """Return the data with this digest, or None if there are none."""
 
 
 class Offer:
-    """The data that a peer offers to others; newer data replace them."""
+    """The data that a peer offers to others. Only the newest data are offered."""
 
     def __init__(self) -> None:
         self._entry = b"", b""
@@ -48,24 +50,25 @@ class Offer:
 
 
 class OwnOffer:
-    """The state that a peer which has not joined yet offers."""
+    """A peer's offer of its own state, before it has joined."""
 
     def __init__(self, state: TrainedState) -> None:
         self._state = state
         self._lock = threading.Lock()
+        # Weak: a temporary file is removed when the last download of it has ended.
         self._written: WeakValueDictionary[bytes, StateFile] = WeakValueDictionary()
         self.digest = b""  # the digest of the state; empty: there is no offer
         self.evaluations = EvaluationHistory()  # the losses on held-out data up to then
 
     def begin(self, moment: Moment, digest: bytes, evaluations: EvaluationHistory | None) -> None:
-        """Offer the present state, which is that of ``moment``, with the losses up to then."""
+        """Offer the present state, which is that of ``moment``, with the losses on held-out data up to that moment."""
         self.digest, self.evaluations = digest, (evaluations or EvaluationHistory()).up_to(moment.step)
 
     def withdraw(self) -> None:
         self.digest = b""
 
     def read(self, digest: bytes) -> StateFile | None:
-        with self._lock:  # several peers read one file
+        with self._lock:  # peers that ask at the same time read one file
             if digest != self.digest:
                 return None
             if (data := self._written.get(digest)) is None:
@@ -84,7 +87,7 @@ class _Snapshots:
         self._is_overtaken = False
 
     async def at(self, moment: Moment) -> StateFile:
-        """Return the state of ``moment``. Raises PeerUnavailable if the run has gone on, or too many files are in use;
+        """Return the state of ``moment``. Raise PeerUnavailable if the run has gone on, or too many files are in use;
         SwarmError if the file cannot be written."""
         if (data := self._written.get(moment)) is not None:
             return data
@@ -92,11 +95,11 @@ class _Snapshots:
             if len(self._writing) + len(self._written) >= _MOST_SNAPSHOTS:
                 raise PeerUnavailable("the peer gives as many states as it can; ask again later")
             self._writing[moment] = asyncio.ensure_future(self._write(moment))
-        data = await asyncio.shield(self._writing[moment])  # others may wait for it too
+        data = await asyncio.shield(self._writing[moment])  # other downloads may wait for this file too
         return data
 
     async def _write(self, moment: Moment) -> StateFile:
-        """Write the state while the run goes on. If that has failed because of a step, steps wait the next time."""
+        """Write the state while the run goes on. If a step makes this fail, steps wait for the next snapshot."""
         try:
             found: Moment
             data: StateFile
@@ -130,7 +133,7 @@ class StateServer:
 
     async def parts(self, arrived: Callable[[], Moment], header_only: bool = False) -> AsyncIterator[pb.StatePart]:
         """Yield the state's header, before its data are written to a file, and the data. ``arrived`` returns the
-        published moment, which may lag behind."""
+        published moment, which may lag behind: the optimizer steps before the event loop learns of it."""
         moment, size_bytes = await self._in_thread(self._state.measured)
         while arrived() < moment:
             await asyncio.sleep(_POLL_S)

@@ -37,6 +37,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Downloaded:
+    """A state that was downloaded from the peer ``source``, and is not verified yet."""
+
     source: str
     arrival: Arrival
     data: StateFile
@@ -44,7 +46,7 @@ class Downloaded:
 
 @dataclass(frozen=True)
 class OfferedState:
-    """A state that a peer offers to a run which starts again, with the losses on held-out data up to its moment."""
+    """A state that a peer offers to a run that starts again, with the losses on held-out data up to its moment."""
 
     moment: Moment
     digest: bytes
@@ -108,8 +110,8 @@ async def download_offered(
 async def download_replica(
     network: Network, source: Progress, digest: bytes, most_bytes: int, in_thread: InThread
 ) -> StateFile:
-    """Download a checkpoint of a run that this peer, or the source, is not in. The parameters of that run are not
-    known here, so only the digest is checked. Raise the errors of ``download_checkpoint``."""
+    """Download a checkpoint whose run this peer, or the source, does not take part in. This peer may not know the
+    parameters of that run, so only the digest is checked. Raise the errors of ``download_checkpoint``."""
     _, data = await _received(network, source, pb.StateRequest(checkpoint=digest), most_bytes, in_thread)
     return await _checked(data, digest, in_thread)
 
@@ -140,9 +142,8 @@ async def _received(
     in_thread: InThread,
     expected: TrainedState | None = None,
 ) -> tuple[pb.StateHeader, StateFile]:
-    """Return the header, and the data in a temporary file. ``expected``: as for ``_header``.
-
-    Raises SwarmError if the file cannot be written."""
+    """Return the header, and the data in a temporary file. ``expected``: as for ``_header``. Raise SwarmError if the
+    file cannot be written."""
     file = temporary_file()
     with undone_on_error(file.close):
         header = await _receive(network, source, request, most_bytes, in_thread, file, expected)
@@ -160,6 +161,8 @@ async def _receive(
 ) -> pb.StateHeader:
     """Write the data to a file. Return the header."""
     parts = network.state(source, request)
+    # A giver may read or write a whole checkpoint before it sends the header. The header of its present state comes at
+    # once, and the file is written before the first part.
     patience_s = _IDLE_S + most_bytes / _DISK_BYTES_PER_S
     header = await _header(parts, patience_s if request.checkpoint else _IDLE_S, expected)
     if header.size_bytes > most_bytes:
