@@ -204,7 +204,8 @@ class Averager:
         await self._leading.serve(peer_id, stream)
 
     async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
-        first = await stream.receive()
+        async with asyncio.timeout(self._config.silence_s):  # a stranger may open streams and send nothing
+            first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "open":
             raise RequestRejected("a stream of parts must begin with `open`")
         found = await self._rounds.find(first.open.group, first.open.phase, self._config.straggler_s)

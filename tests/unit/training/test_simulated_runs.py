@@ -15,6 +15,7 @@ import torch
 
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.config import TrainingConfig
+from swarm_training.core.local_stream import stream_pair
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import PRESENT
 from swarm_training.core.signing import read_signed
@@ -373,6 +374,14 @@ async def test_a_peer_with_another_state_takes_over_that_of_the_others() -> None
     await all_done(start(peers, 4))
     require_equal_steps([peers[0], peers[2]], 4)
     assert torch.equal(odd.history[4], peers[0].history[4])
+
+
+async def test_who_opens_a_stream_of_parts_and_sends_nothing_is_not_waited_for() -> None:
+    (peer,) = await enter_all(World(), 1, target=12)
+    _, served = stream_pair(pb.ReduceRequest, pb.Chunk)
+    async with asyncio.timeout(10 * CONFIG.silence_s):
+        with pytest.raises(TimeoutError):
+            await peer.peer.reduce("stranger", served)
 
 
 async def test_who_has_joined_is_seen_on_the_board_as_present_at_once() -> None:
