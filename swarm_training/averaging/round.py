@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm_protocol.codecs.bitmap import contains, fits, from_bits, to_bits
-from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.errors import PeerUnavailable, RequestRejected, SwarmError
 from swarm_protocol.process.routine import end_tasks
 from swarm_training.averaging.attempt import DirectAttempt
 from swarm_training.averaging.chunks import cut
@@ -242,7 +242,7 @@ class AveragingRound:
                             across.take(message.index, message.data, counted)
                 finally:
                     await _end([sending])
-        except (PeerUnavailable, RequestRejected):
+        except SwarmError:  # whatever the owner answers, the other owners' means still count
             self.broken.add(target)
         finally:
             if across is not None:
@@ -309,7 +309,7 @@ class AveragingRound:
             async with asyncio.timeout(_GIVE_UP * self.group.deadline_s):
                 async for message in self._network.fetch(self.group.members[holder].record, request):
                     self._take_mean(message, numbers)
-        except (PeerUnavailable, RequestRejected, TimeoutError):
+        except (SwarmError, TimeoutError):
             self.broken.add(holder)
 
     def _part(self, number: int) -> Tensor:

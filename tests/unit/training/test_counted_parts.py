@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from swarm_protocol.codecs.bitmap import contains, from_bits
+from swarm_protocol.errors import AccessDenied, PeerError, SwarmError
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.error_feedback import ErrorFeedback
+from swarm_training.core.record import Progress
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.reducers import Reducer, group_of
@@ -168,6 +170,36 @@ async def test_a_peer_that_gets_a_mean_from_another_member_learns_whether_it_was
     is_same = members.errors(order[1]) == before
     own = slice(missing[0] * 16, (missing[-1] + 1) * 16)
     assert bool(is_same[own].all()) and not is_same[2 * LENGTH // 3 :].all()
+
+
+@pytest.mark.parametrize("error", [PeerError("its handler has failed"), AccessDenied("it takes only members")])
+async def test_an_owner_that_fails_in_any_way_does_not_end_the_averaging_of_others(error: SwarmError) -> None:
+    members, (group, order) = Members(3), group_of([1.0] * 3, [1] * 3)
+    reducers = members.reducers(World(), group, order, random_vectors(3, 0))
+    listener, network = reducers[1].round, reducers[1].round._network
+    reduce = network.reduce
+
+    @asynccontextmanager
+    async def reduce_unless_refused(peer: Progress) -> AsyncIterator[Any]:
+        if peer.peer_id == group.peer_ids[0]:
+            raise error
+        async with reduce(peer) as stream:
+            yield stream
+
+    async def refuse(peer: Progress, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
+        raise error
+        yield
+
+    network.reduce = reduce_unless_refused
+    await asyncio.gather(*(reducer.round.first_attempt() for reducer in reducers))
+    missing = [number for number, chunk in enumerate(listener.chunks) if chunk.owner == 0]
+    assert listener.broken == {0} and listener.results.keys() == set(range(len(listener.chunks))) - set(missing)
+    fetch, network.fetch = network.fetch, refuse
+    await listener.repair(dict.fromkeys(missing, 2), {})
+    assert listener.broken == {0, 2}
+    network.fetch = fetch
+    await listener.repair(dict.fromkeys(missing, 2), {})
+    assert listener.is_complete
 
 
 @pytest.mark.parametrize("told", [b"", b"\xff", b"\0\0"])
