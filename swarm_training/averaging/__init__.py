@@ -1,1 +1,1 @@
-"""One averaging: which member adds up which chunk, and how stragglers and failed members are handled."""
+"""One averaging round: which member adds up which chunk, and how stragglers and failed members are handled."""

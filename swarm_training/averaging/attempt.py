@@ -16,8 +16,8 @@ Encode = Callable[[int, Tensor], bytes]  # a chunk's number and mean to the byte
 class Outcomes:
     """The encoded means of some chunks, for the tasks that wait for them.
 
-    A mean is encoded when the first task takes it, one chunk after another. When a straggler is left out, all sums may
-    be done at once, and streams must stay alive while the means are encoded.
+    A mean is encoded when the first task asks for it, one chunk after another. When a straggler is left out, all sums
+    may be complete at once, and streams must stay alive while their means are encoded.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -29,7 +29,8 @@ class Outcomes:
         return self._ready[number].is_set()
 
     def settle(self, number: int, mean: Callable[[], bytes | None]) -> None:
-        """Settle a chunk, unless it is settled already. ``mean`` is called once, and returns the mean or None."""
+        """Settle a chunk, unless it is settled already. ``mean`` returns the encoded mean or None, and is called when
+        the mean is needed, once."""
         if number not in self:
             self._making[number] = mean
             self._ready[number].set()
@@ -38,7 +39,7 @@ class Outcomes:
         await self._ready[number].wait()
         if number not in self._means:
             await asyncio.sleep(0)
-        if number not in self._means:
+        if number not in self._means:  # another task may have taken it in the meantime
             self._means[number] = self._making.pop(number)()
         return self._means[number]
 
@@ -77,7 +78,7 @@ class DirectAttempt:
         self._encode = encode
         self._clipping = clipping
         self._one_at_a_time = asyncio.Lock()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []  # the event loop itself holds tasks only weakly
         self._sums = {number: self._sum_of(weights, num_micro_batches) for number in self.own}  # not settled yet
         self._outcomes = Outcomes(self.own)
         self._counted: dict[int, Collection[int]] = {}
@@ -100,7 +101,7 @@ class DirectAttempt:
             self._settle(number)
 
     def end(self) -> None:
-        """Leave out all members that are late."""
+        """Leave out all members whose parts are still missing."""
         for member in frozenset().union(*(chunk_sum.missing for chunk_sum in self._sums.values())):
             self.leave_out(member)
 

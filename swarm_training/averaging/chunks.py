@@ -16,14 +16,14 @@ class Chunk:
 
 
 def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chunk, ...]:
-    """Return chunks of at most ``chunk_elements``; member j owns a span in proportion to its share. Raise ValueError if
+    """Return chunks of at most ``chunk_elements``. Member j owns a span in proportion to its share. Raise ValueError if
     no member has a share."""
     total = sum(shares)
     if not total > 0:
-        raise ValueError("nobody has a share of the work: expected one member at least with a share above 0")
+        raise ValueError("nobody has a share of the work: expected at least one member with a share above 0")
     chunks, start, done = [], 0, 0.0
     for owner, share in enumerate(shares):
-        done += share
+        done += share  # in the order of `total`, so that the last quotient is exactly 1
         stop = round(length * (done / total))
         chunks += [Chunk(at, min(at + chunk_elements, stop), owner) for at in range(start, stop, chunk_elements)]
         start = stop

@@ -1,6 +1,6 @@
 """The grid of a large group, on which each member exchanges data with its row and its column alone.
 
-The scheme is Moshpit All-Reduce (Ryabinin et al., 2021) with the second round at once: rows are averaged first, then
+The scheme is Moshpit All-Reduce (Ryabinin et al., 2021) with both of its rounds in one: rows are averaged first, then
 the means of the rows in each column. The module decides from data alone.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
-LEAST_OWNERS = 17  # smaller groups exchange directly
+LEAST_OWNERS = 17  # smaller groups exchange parts directly
 
 
 def needs_grid(shares: Iterable[float]) -> bool:
@@ -29,10 +29,11 @@ class Grid:
 
     @classmethod
     def of(cls, shares: Sequence[float]) -> Grid:
-        """Return a grid of ceil(sqrt(N)) rows, or fewer if fewer members have a share. Members with a share fill the
-        columns by descending share: a member adds up for its row what its column owns, so similar shares are fair.
-        Members without a share go to the smallest rows. Ties, and places in a column, follow the order of the group,
-        which changes with each step.
+        """Return a grid of ceil(sqrt(N)) rows, or fewer if fewer members have a share.
+
+        Members with a share fill the columns by descending share. A member adds up for its row what the members of its
+        column own, so the shares within a column should be similar. Members without a share go to the smallest rows.
+        Ties, and places in a column, follow the order of the group, which changes with each step.
 
         shares: the shares of the N members, none below 0 and some above 0.
         """

@@ -19,7 +19,8 @@ class GridAttempt:
     """One member's part in the first attempt of a group on a grid.
 
     A member sends its parts to the row owners, the members that add up for its row. The row owners send the means of
-    the row to the owners of the chunks, which add up the rows. The row owners then pass the encoded means to their row.
+    the row to the owners of the chunks, which add up the rows and answer with the encoded means. The row owners then
+    pass these to their row.
 
     A straggler is left out of its row. A chunk is lost if the mean of a whole row does not reach its owner in time. A
     lost chunk has no mean, and is added up again without a grid, so that the row's members are not all left out.
@@ -87,9 +88,10 @@ class GridAttempt:
     def put_row(
         self, number: int, member: int, mean: Tensor | None, weight: float, counted: Collection[int] | None = None
     ) -> None:
-        """Take the mean of another row from its row owner; None if no part has arrived there. ``counted``: the members
-        whose parts are in it; None: it is not known, and all members of the row are taken for counted. Raise ValueError
-        if the weight is impossible for that row."""
+        """Take the mean of another row from its row owner. Raise ValueError if the weight is impossible for that row.
+
+        ``mean``: None if no part has arrived at the row owner. ``counted``: the members whose parts are in the mean;
+        None: this is not known, so all members of the row count as such."""
         row = self._grid.row_of[member]
         if mean is None:
             self._finals[number].leave_out(row)
@@ -103,7 +105,7 @@ class GridAttempt:
         self._settle(number)
 
     async def row_mean(self, number: int) -> tuple[Tensor | None, float]:
-        """Wait for the mean of this member's row, and return it and its weight; None and 0 if no part arrived."""
+        """Wait for the mean of this member's row. Return the mean and its weight; None and 0 if no part arrived."""
         await self._ready[number].wait()
         return self._sums[number].mean, self._sums[number].weight
 
@@ -120,7 +122,7 @@ class GridAttempt:
         return self._counted[number]
 
     def take(self, number: int, mean: bytes, counted: Collection[int]) -> None:
-        """Take the encoded mean from the owner of the chunk, and the members whose parts are in it."""
+        """Take the encoded mean that the chunk's owner has sent. ``counted``: the members whose parts are in it."""
         if number not in self._outcomes:
             self._counted[number].update(counted)
             self._outcomes.settle(number, lambda: mean)
@@ -167,7 +169,7 @@ class GridAttempt:
                 self._outcomes.settle(number, nothing)
 
     def _advance(self, number: int) -> None:
-        """Use the row's mean of a chunk once the row is complete, which may complete the chunk."""
+        """Use the row's mean of a chunk once the row is complete. This may complete the chunk."""
         row_sum = self._sums[number]
         if not row_sum.is_done or self._ready[number].is_set():
             return
@@ -193,7 +195,7 @@ def _row_weights(grid: Grid, weights: Mapping[int, int]) -> dict[int, float]:
 
 
 def _in_turns(chunks: Sequence[Chunk]) -> list[int]:
-    """Return the first chunks of all owners, then the second ones, and so on: a row's owners then work in parallel."""
+    """Return the first chunks of all owners, then the second ones, and so on, so that the owners work in parallel."""
     seen: dict[int, int] = {}
     places = []
     for number, chunk in enumerate(chunks):

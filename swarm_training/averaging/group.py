@@ -16,13 +16,15 @@ from swarm_training.pb import training_pb2 as pb
 
 _MAX_DEADLINE_S = 3600.0
 _MAX_SHARE = 1e12
-MAX_EVALUATIONS = 4  # that become known with one step
+MAX_EVALUATIONS = 4  # losses on held-out data that become known with one step
 _MAX_ORDER_BYTES = 4096
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
 class GroupMember:
+    """One member of a group."""
+
     record: Progress
     weight: int  # samples behind its gradient
     share: float  # share of the adding up, relative to other members
@@ -57,7 +59,7 @@ class Group:
         if not 0 < len(roster) <= MAX_MEMBERS:
             raise ValueError(f"a roster has {len(roster)} peers: expected 1 to {MAX_MEMBERS}")
         if message.grid and (message.continues or not needs_grid(layout)):
-            raise ValueError("a group is on a grid that is too small for one, or has been averaged already")
+            raise ValueError("a group is on a grid, but is too small for one, or continues an earlier average")
         go_back = message.go_back if message.HasField("go_back") else None
         if go_back is not None:
             _check_rollback(go_back, message.step)
@@ -105,7 +107,8 @@ class Group:
         return tuple(loss for loss in found if loss is not None)
 
     def bound(self, digest: bytes) -> bytes:
-        """Return the digest of both the average with ``digest`` and the evaluations: who has it agrees on both."""
+        """Return a digest of the average with ``digest`` and of the evaluations. Members that report the same one agree
+        on both."""
         if not self.evaluations:
             return digest
         return sha256(b"".join((digest, *(sha256(each.progress).digest() for each in self.evaluations)))).digest()

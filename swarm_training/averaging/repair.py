@@ -21,8 +21,8 @@ def repair(
 ) -> RepairPlan:
     """Plan a repair. ``held``: the chunks that each living member has; ``reachable``: members that others can call.
 
-    A chunk that reachable members have is fetched from one of them, in turns. Reachable members with a share add up
-    all other chunks again, in turns.
+    A chunk that reachable members have is fetched from one of them. All other chunks are added up again by reachable
+    members with a share. Members take turns in both.
     """
     fetch: dict[int, int] = {}
     redo: dict[int, int] = {}
@@ -30,7 +30,7 @@ def repair(
     owners = [member for member in sorted(held) if member in reachable and shares[member] > 0]
     for chunk in range(num_chunks):
         holders = [member for member in sorted(held) if chunk in held[member]]
-        if len(holders) == len(held):
+        if len(holders) == len(held):  # nobody lacks the chunk
             continue
         callable_holders = [member for member in holders if member in reachable]
         if callable_holders:

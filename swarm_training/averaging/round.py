@@ -1,4 +1,4 @@
-"""One member's part in one phase of an averaging: sends parts to owners, adds up its own chunks, collects the means.
+"""One member's part in one phase of an averaging: it sends parts to owners, adds up its chunks, collects the means.
 
 All members, the owner too, decode the mean of a chunk from the bytes that the owner has encoded once. They therefore
 get the same bits under any codec. A large group makes the first attempt on a grid, see ``GridAttempt``.
@@ -36,7 +36,7 @@ _GIVE_UP = 1.5  # deadlines to wait for an owner, which itself waits for straggl
 @dataclass(frozen=True)
 class VectorCoding:
     """The coding of vectors on the wire: chunks of at most ``chunk_elements``, each encoded by ``codec``. ``encoder``:
-    remembers what encoding loses, if it is given."""
+    the memory of what encoding loses; None: losses are not remembered."""
 
     codec: Codec
     chunk_elements: int
@@ -49,7 +49,7 @@ class AveragingRound:
     Attributes:
         vector: the vector that this member adds, [n] in the codec's type.
         results: the encoded mean of each chunk.
-        broken: numbers of members that could not be reached, or whose answers were wrong.
+        broken: numbers of members that could not be reached, or answered with an error or with something wrong.
         bytes_sent, bytes_received: the bytes of parts and means that this member has sent and received.
     """
 
@@ -89,26 +89,28 @@ class AveragingRound:
 
     @property
     def settled(self) -> set[ChunkPlace]:
-        """Return the places of the chunks of this member that are in the results, as the chunks' owners report."""
+        """Return the places of the chunks of which the results contain what this member has encoded. The chunks' owners
+        report whether its parts are in them."""
         parts = (number for number, counted in self._counted.items() if contains(counted, self._me))
         return {self._place("part", number) for number in parts} | self._settled
 
     async def mean(self) -> Tensor:
-        """Return the mean, [n] in the vector's type; all results must be there. Streams stay alive meanwhile."""
+        """Return the mean, [n] in the vector's type; all results must be there."""
         assert self.is_complete
         mean = torch.empty_like(self.vector)
         for number, chunk in enumerate(self.chunks):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # heartbeats have their turn: decoding a whole vector may take seconds
             mean[chunk.start : chunk.stop] = self._codec.decode(self.results[number], chunk.stop - chunk.start)
         return mean
 
     def take_over(self, earlier: AveragingRound) -> None:
-        """Take over the results of an earlier round of another group."""
+        """Take over the results of an earlier round of another group. Which chunks are settled follows from that round
+        alone: the present vector is not in its results."""
         self.results = dict(earlier.results)
         self._settled = earlier.settled
 
     def forget_vector(self) -> None:
-        """Free the vector: it is not added up again, and only results, which take as much memory, are requested."""
+        """Free the vector. It is not added up again: other members may still request results, but no parts."""
         self.vector = self.vector.new_empty(0)
 
     def drop(self, member: int) -> None:
@@ -149,8 +151,8 @@ class AveragingRound:
         await asyncio.gather(redone, *(self._fetch(member, numbers) for member, numbers in wanted.items()))
 
     async def serve_reduce(self, member: int, number: int, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
-        """Receive a member's parts of this member's chunks, and send it the means."""
-        async with self._opened:
+        """Receive a member's parts of this member's chunks, and send it the means. ``number``: that of the attempt."""
+        async with self._opened:  # the member may have begun the attempt before this peer
             async with asyncio.timeout(self.group.deadline_s):
                 await self._opened.wait_for(lambda: len(self._attempts) > number)
         attempt = self._attempts[number]
@@ -174,14 +176,14 @@ class AveragingRound:
                 yield pb.Chunk(index=number, data=data, counted=self._counted.get(number, b""))
 
     def _flat(self, owners: Mapping[int, int]) -> DirectAttempt:
-        """Return an attempt without a grid at the chunks in ``owners``, by their owners."""
+        """Return an attempt without a grid. ``owners``: the chunks to be averaged, each with its owner."""
         weights = {j: float(m.weight) for j, m in enumerate(self.group.members) if m.weight}
         num_micro_batches = self.group.num_micro_batches
         if not num_micro_batches:
             weights = {j: weight for j, weight in weights.items() if j not in self._dropped}
         encode = partial(self._encode, "mean")
         attempt = DirectAttempt(owners, self._me, weights, encode, self._clipping, num_micro_batches)
-        for member in self._dropped if num_micro_batches else ():  # there is no mean without them
+        for member in self._dropped if num_micro_batches else ():  # the attempt ends at once: their parts are needed
             attempt.leave_out(member)
         return attempt
 
@@ -198,10 +200,10 @@ class AveragingRound:
         }
         tasks = [*self._exchanges.values()]
         timers: list[asyncio.TimerHandle] = []
-        tasks.append(asyncio.create_task(self._own(attempt)))  # encodes each mean at once, so that few stay in memory
+        tasks.append(asyncio.create_task(self._own(attempt)))  # it takes each mean soon, so that few stay in memory
         try:
             for number in attempt.own:
-                await asyncio.sleep(0)  # streams stay alive: a lone owner adds up the whole vector
+                await asyncio.sleep(0)  # heartbeats have their turn: a lone owner adds up the whole vector
                 attempt.put(number, self._me, self._own_part(number))
             loop = asyncio.get_running_loop()
             timers += [loop.call_later(part * self.group.deadline_s, act) for part, act in attempt.deadlines]
@@ -209,7 +211,7 @@ class AveragingRound:
         finally:
             for timer in timers:
                 timer.cancel()
-            attempt.end()  # members that are no longer waited for still get an answer
+            attempt.end()  # settles all chunks, so that streams to other members end with what there is
             await _end(tasks)
 
     async def _own(self, attempt: DirectAttempt | GridAttempt) -> None:
@@ -301,7 +303,7 @@ class AveragingRound:
         except (PeerUnavailable, ValueError):
             return  # the parts received so far count
         finally:
-            attempt.leave_out(member)
+            attempt.leave_out(member)  # no more of its parts can come
 
     async def _fetch(self, holder: int, numbers: list[int]) -> None:
         request = pb.FetchRequest(group=self.group.id, phase=self.phase, chunks=numbers)
@@ -322,12 +324,13 @@ class AveragingRound:
         return self._codec.decode(chunk.data, self.chunks[chunk.index].stop - self.chunks[chunk.index].start)
 
     def _own_part(self, number: int) -> Tensor:
-        """Return the part of a chunk that this member adds up itself, without a codec."""
+        """Return this member's own part of a chunk that it adds up. No codec changes the part."""
         part = self._part(number)
         return part if self._encoder is None else self._encoder.whole(self._place("part", number), part)
 
     def _encode(self, what: str, number: int, vector: Tensor) -> bytes:
-        """Encode a ``part``, or the mean of a ``row`` or of all members, which is the result unless it is redone."""
+        """Encode a chunk. ``what``: "part", "row" (the mean of a row) or "mean" (that of all members, which is the
+        result unless it is redone)."""
         if self._encoder is None:
             return self._codec.encode(vector)
         place = self._place(what, number)

@@ -1,5 +1,5 @@
-"""The combinations of the members' parts by a chunk's owner: the weighted mean, the mean over all micro-batches of a
-batch, or CenteredClip if some members may cheat."""
+"""The three ways in which a chunk's owner combines the members' parts: the weighted mean, the mean over all
+micro-batches of a batch, and CenteredClip if some members may cheat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _AwaitedParts:
         self.missing.discard(member)
 
     def _counts(self, member: int) -> bool:
-        """Return whether a part of this member, which has arrived, is expected. If it is, it counts from now on."""
+        """Return whether the part of this member, which has arrived, is expected. If so, count the member."""
         if member not in self.missing:
             return False
         self.missing.remove(member)
@@ -42,7 +42,8 @@ class _AwaitedParts:
 class ChunkSum(_AwaitedParts):
     """The weighted mean of the members' parts, added in the order of the members: sums of floats depend on the order.
 
-    A member may leave many sums at once, so parts that waited behind one are added when the mean is read.
+    A straggler may leave many sums at once. Parts that have waited for its turn are added only when the mean is read,
+    so that the event loop is not blocked by all of these sums.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
@@ -65,7 +66,7 @@ class ChunkSum(_AwaitedParts):
         return self._mean
 
     def put(self, member: int, part: Tensor, weight: float | None = None) -> None:
-        """Take a member's part, unless it is not or no longer expected. ``weight``: given if less than expected."""
+        """Take a member's part, if it is still expected. ``weight``: given if it is less than expected."""
         if self._counts(member):
             self._early[member] = part, self._weights[member] if weight is None else weight
             self._advance()
@@ -97,12 +98,13 @@ class ExactSum(_AwaitedParts):
         self.mean: Tensor | None = None  # the mean, [n] in the parts' type, once all parts have arrived
 
     def put(self, member: int, part: Tensor) -> None:
-        """Take a member's part, unless it is not or no longer expected."""
+        """Take a member's part, if it is still expected."""
         if not self._counts(member):
             return
         self._early[member] = part
         while self._waiting and self._waiting[0] in self._early:
             part = self._early.pop(self._waiting.pop(0))
+            # A clone, because this peer's own part is a view of its vector.
             self._total = part.clone() if self._total is None else self._total.add_(part)
         if not self._waiting and self._total is not None:
             self.mean, self._total = self._total.div_(self._num_micro_batches), None
@@ -116,10 +118,10 @@ class ExactSum(_AwaitedParts):
 
 
 class ChunkClip(_AwaitedParts):
-    """The clipped mean of the members' parts, which are kept until all have arrived. All chunks of an owner together
-    take at most as much memory as the vector.
+    """The clipped mean of the members' parts, which are kept until all have arrived. If all members have equal shares,
+    the chunks of an owner together take as much memory as the vector.
 
-    A member's claimed samples count up to twice the median. Parts that are not finite do not count.
+    The samples that a member claims count up to twice the median. Parts that are not finite do not count.
     """
 
     def __init__(self, weights: Mapping[int, float]) -> None:
@@ -129,7 +131,7 @@ class ChunkClip(_AwaitedParts):
         self._parts: dict[int, Tensor] = {}
 
     def put(self, member: int, part: Tensor) -> None:
-        """Take a member's part, unless it is not or no longer expected."""
+        """Take a member's part, if it is still expected."""
         if self._counts(member):
             self._parts[member] = part
 
