@@ -37,15 +37,14 @@ class Dismissed(Exception):
 
 @dataclass
 class Ballots:
-    """The promises of one peer and its accepted result at one step; see ``swarm_training.meeting.leader``. ``given``:
-    the number of this peer's samples in the accepted result."""
+    """The promises of one peer and its accepted result at one step; see ``swarm_training.meeting.leader``."""
 
-    promised: int = 0
+    promised: int = 0  # the ballot of this peer's last group: it refuses groups with this ballot or a lower one
     accepted: pb.Accepted = field(default_factory=pb.Accepted)
     group: Group | None = None  # the group of ``accepted``
     gradient: Tensor | None = None  # the average that belongs to ``accepted``
     state: StateFile | None = None  # the state of an accepted checkpoint; None: this peer's own
-    given: int = 0  # samples behind the result
+    given: int = 0  # the number of this peer's samples in the accepted result
 
     def promise(self, ballot: int) -> None:
         self.promised = ballot
@@ -53,10 +52,10 @@ class Ballots:
     def accept(
         self, group: Group, digest: bytes, samples: int, gradient: Tensor | None = None, state: StateFile | None = None
     ) -> None:
-        """Record that this peer holds what the group decides, and promises to keep it.
+        """Record that this peer holds the result on which the group is to decide, and promises to keep it.
 
-        ``samples``: the samples with which this peer joined the group. They are behind the result if the group made
-        it. If the group takes over an earlier result, only this peer's samples in that result count.
+        ``samples``: the samples with which this peer joined the group. They are in the result if the group made the
+        result. If the group takes over an earlier result, only this peer's samples in that one count.
         """
         if group.go_back is not None:
             self.given = 0
@@ -87,8 +86,8 @@ class Ballots:
 
 @dataclass(frozen=True)
 class Averaged:
-    """A decided average. ``gradient``: [n] in the codec's type, bit-identical at all peers. ``digest``: the digest of
-    the bytes behind the gradient. ``round``: the round that the leader has signed for the ledger."""
+    """A decided average. ``gradient``: [n] in the codec's type, bit-identical at all peers. ``digest``: that of the
+    encoded results of all phases. ``round``: the round that the leader has signed for the ledger."""
 
     gradient: Tensor
     digest: bytes
@@ -125,11 +124,12 @@ class MeetingClient:
     _has_group: bool = False
 
     async def attend(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
-        """Attend the meeting, and return its decision. ``phases`` yields the vectors to average; failure closes it.
+        """Attend the meeting, and return its decision. ``phases`` yields the vectors to average, and is closed at the
+        end.
 
         Raises:
             PeerUnavailable: the leader is gone, or silent.
-            Dismissed: the leader says that this peer cannot take part, or that the meeting has failed; or another peer
+            Dismissed: the leader says that this peer cannot take part, or that the meeting has failed. Or another peer
                 should lead by now.
             ValueError: the leader has sent an invalid message.
         """
@@ -226,14 +226,14 @@ class MeetingClient:
         return commit
 
     async def _average(self, group: Group, me: int, phase: int, vector: Tensor) -> None:
-        """Average the vector of one phase, until all members have the whole result."""
+        """Average the vector of one phase. Return when all members have the whole result."""
         self._round = current = self._make_round(group, me, phase, vector)
         for member in self._dropped:
             current.drop(member)
         if group.continues and group.continues == self._ballots.accepted.group:
             current.take_over(self._rounds.of(group.continues)[phase])
         await self._rounds.add(current, self._ballots.accepted.group)
-        if not group.continues:
+        if not group.continues:  # otherwise members only fetch what they lack of the earlier result
             await current.first_attempt()
         attempt = 0
         while True:
@@ -260,12 +260,12 @@ class MeetingClient:
     def _parse(self, message: pb.Group, moment: Moment) -> Group:
         group = Group.parse(message)
         if group.moment != moment or group.ballot <= self._ballots.promised or self._peer_id not in group.peer_ids:
-            raise RequestRejected("the leader has formed a group that is not the one which was asked for")
+            raise RequestRejected("the leader's group is of another moment, has an old ballot or lacks this peer")
         return group.limited(self._config.max_samples) if self._config.max_samples else group
 
 
 def _replay(rounds: Sequence[AveragingRound], gradient: Tensor | None) -> Phases:
-    """Yield the vectors that were averaged already; a compressor must not process a gradient twice."""
+    """Yield the vectors that were averaged already, because a compressor must not process a gradient twice."""
     assert gradient is not None
     for finished in rounds:
         yield finished.vector

@@ -1,12 +1,12 @@
 """The decisions of a meeting's leader: who is in the group, which chunks are repaired, whether the average counts.
 
-The leader carries no data. A result counts once the leader knows that a quorum holds it; a later leader must take that
-result over. This is single-decree Paxos for each global step (Lamport, 2001): joining is a promise, and a report with
-a digest is an acceptance. `continues` hands on a result that may have been chosen. A meeting decides an average, or
-the checkpoint that all peers go back to.
+No vectors pass through the leader. A result counts once the leader knows that a quorum holds it; a later leader must
+take that result over. This is single-decree Paxos for each global step (Lamport, 2001): joining is a promise, and a
+report with a digest is an acceptance. `continues` hands on a result that may have been chosen. A meeting decides an
+average, or the checkpoint that all peers go back to.
 
-If micro-batches are counted exactly, a group must have each of them once, however late it is. It adds them up only
-while all members that bring micro-batches are present.
+If micro-batches are counted exactly, a group must have each of them once, however long the leader waits for that. The
+group adds them up only while all members that bring micro-batches are present.
 
 The module decides from data alone: events come in, replies go out.
 """
@@ -28,9 +28,9 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import has_quorum, rank
 from swarm_training.rollback.judging import RollbackJudge, proposal
 
-_MAX_ATTEMPTS = 6
+_MAX_ATTEMPTS = 6  # at one phase
 _REPORT_DEADLINES = 2.0  # deadlines for the report of an attempt; a member gives the attempt up after 1.5
-_MAX_CHUNKS = 1 << 20
+_MAX_CHUNKS = 1 << 20  # in a member's report, whose bitmap then has 128 KB
 Replies = list[tuple[str, pb.MeetReply]]  # each reply with the id of its recipient
 Countersign = Callable[[Sequence[pb.Join]], bytes]  # from the joins of the credited members to a round
 
@@ -45,14 +45,16 @@ class LeaderContext:
     roster: Collection[str]
     gone: Collection[str]
     wait_s: float
-    deadline_s: float  # the deadline for stragglers of the averaging
-    judge: RollbackJudge = field(default_factory=RollbackJudge)  # the judge of whether the run must go back
+    deadline_s: float  # the deadline for stragglers in an attempt
+    judge: RollbackJudge = field(default_factory=RollbackJudge)  # decides whether the run must go back
     # The signed records with losses on held-out data that the run has not agreed on yet.
     evaluations: Sequence[pb.SignedProgress] = ()
     is_over: bool = False  # whether the other peers have ended the run, so that no group may be formed any more
 
 
 class MeetingState(Enum):
+    """The state of a meeting: members join, then they average or go back, then it is decided or has failed."""
+
     GATHERING = 1
     AVERAGING = 2
     OVER = 3
@@ -79,7 +81,7 @@ class _Averaging:
     needed: frozenset[int] = frozenset()  # members without which nothing can be added up
 
     def begin_next(self, now: float, *, repairs: bool) -> bool:
-        """Begin an attempt to repair this phase, or the next phase. Return False if there were too many attempts."""
+        """Begin an attempt to repair this phase, or begin the next phase. Return False after too many attempts."""
         self.phase, self.attempt = (self.phase, self.attempt + 1) if repairs else (self.phase + 1, 0)
         self.reports.clear()
         self.began_s = now
@@ -90,7 +92,7 @@ class Leader:
     """The leader of one meeting. All times are read from one clock, in seconds."""
 
     def __init__(self, run: str, moment: Moment, name: str, countersign: Countersign = lambda _joins: b"") -> None:
-        """Begin to gather members. ``name`` identifies this meeting. ``countersign`` makes the ledger's round."""
+        """Begin to gather members. ``name``: the id of the group. ``countersign``: returns the ledger's round."""
         self.moment = moment
         self.stage = MeetingState.GATHERING
         self._run = run
@@ -132,7 +134,7 @@ class Leader:
         return self._advance(group, context, now)
 
     def tick(self, context: LeaderContext, now: float) -> Replies:
-        """Return the replies that are due by now. Call this when a peer has joined, and at short intervals."""
+        """Return the replies that are due now. Call this when a peer has joined, and at short intervals."""
         if self.stage is MeetingState.GATHERING and self._is_full(context, now):
             return self._form(context, now)
         group = self._group
@@ -147,7 +149,7 @@ class Leader:
 
     def _is_full(self, context: LeaderContext, now: float) -> bool:
         """Return whether the group can be formed. It needs a quorum of the roster, so that a run cannot fork. It also
-        needs a quorum of all peers that are known to be at this step, so that no small group takes a step."""
+        needs a quorum of all peers that are known to be at this moment, so that no small group takes a step."""
         present = self._joined.keys()
         joined = self._joined.values()
         if self._began_s is None or context.is_over or not any(peer.record.is_reachable for peer in joined):
@@ -166,7 +168,7 @@ class Leader:
         return has_some or self._proposal(context) is not None
 
     def _may_average(self, context: LeaderContext) -> bool:
-        """Return whether the members have a whole batch, if counting is exact and a new average is needed."""
+        """Return whether the members need no new average, or have each micro-batch once if they are counted exactly."""
         joined = [self._joined[peer] for peer in self._members()]
         if not joined[0].record.counts_exactly or any(peer.join.accepted.group for peer in joined):
             return True
@@ -178,7 +180,7 @@ class Leader:
         ordered = sorted(self._joined, key=lambda peer: rank(self._run, self.moment, peer))
         if len(ordered) > MAX_MEMBERS and self._joined[ordered[0]].record.counts_exactly:
             first = sorted(ordered, key=lambda peer: not self._joined[peer].join.samples)[:MAX_MEMBERS]
-            return [peer for peer in ordered if peer in first]  # members without samples are not needed
+            return [peer for peer in ordered if peer in first]  # the batch is complete without peers that have nothing
         return ordered[:MAX_MEMBERS]
 
     def _proposal(self, context: LeaderContext) -> pb.Rollback | None:
@@ -208,6 +210,7 @@ class Leader:
 
     def _group_message(self, peers: Sequence[str], shares: Sequence[float], context: LeaderContext) -> pb.Group:
         joined = [self._joined[peer] for peer in peers]
+        # As in Paxos, the accepted result with the highest ballot is taken over: it may have been chosen.
         accepted = max((peer.join.accepted for peer in joined), key=lambda result: result.ballot)
         new = None if accepted.group else self._proposal(context)
         return pb.Group(
@@ -232,7 +235,7 @@ class Leader:
         return sorted(peer for peer in peers if self._joined[peer].record.is_reachable)
 
     def _advance(self, group: _Averaging, context: LeaderContext, now: float) -> Replies:
-        """Return the replies that follow once all living members have reported."""
+        """Return the replies that are due once all living members have reported; none before."""
         if not group.alive:
             self.stage = MeetingState.OVER
         if self.stage is MeetingState.OVER or not group.alive <= group.reports.keys():
@@ -254,7 +257,9 @@ class Leader:
         reports = list(reports)
         broken = frozenset[int]().union(*(report.broken for report in reports))
         reachable = group.alive & group.reachable
+        # Broken members are avoided, unless there are no others.
         needed = repair(reports[0].num_chunks, held, reachable - broken or reachable, group.shares)
+        # A chunk of an earlier result is not added up again: it would differ from the result that may have been chosen.
         if needed.lost or (needed.redo and group.continues):
             return self._end(group, "no remaining member holds some part of the result")
         if needed.redo and not group.needed <= group.alive:
@@ -270,7 +275,7 @@ class Leader:
         return self._to_alive(group, pb.MeetReply(plan=plan))
 
     def _decide(self, group: _Averaging, reports: Mapping[int, pb.Report], context: LeaderContext) -> Replies:
-        """Decide for the result that most members hold, if these are a quorum of the roster and of the group."""
+        """Decide for the result that most members hold, if its holders are a quorum of the roster and of the group."""
         counts = Counter(report.digest for report in reports.values())
         digest = max(sorted(counts), key=lambda each: counts[each])
         holders = {group.members[number] for number, report in reports.items() if report.digest == digest}
@@ -294,7 +299,7 @@ class Leader:
 
 
 def _are_of_one_length(reports: Collection[pb.Report]) -> bool:
-    """Return whether all members average as many chunks, and none of them has a result already."""
+    """Return whether all members average the same number of chunks, and none of them reports a result already."""
     sizes = {report.num_chunks for report in reports}
     return len(sizes) == 1 and max(sizes) <= _MAX_CHUNKS and not any(report.digest for report in reports)
 
@@ -305,6 +310,6 @@ def _is_quorum(peers: Collection[str], electorates: Iterable[Collection[str]], g
 
 
 def _shares(records: Sequence[Progress]) -> list[float]:
-    """Return each member's share of the adding up; equal shares of the reachable members if nobody offers one."""
+    """Return each member's share of the adding up. If nobody offers a share, the reachable members have equal ones."""
     offered = [record.share if record.is_reachable else 0.0 for record in records]
     return offered if sum(offered) else [float(record.is_reachable) for record in records]

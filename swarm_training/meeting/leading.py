@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Leading:
-    """The meetings that one peer leads: one gathers members while earlier ones may still average."""
+    """The meetings that one peer leads. One of them gathers members while earlier ones may still average."""
 
     _run: str
     _peer_id: str
@@ -38,12 +38,13 @@ class Leading:
     _crediting: Crediting
     _numbers: Iterator[int] = field(default_factory=count)
     _gathering: Leader | None = None
-    _ticked_s: WeakKeyDictionary[Leader, float] = field(default_factory=WeakKeyDictionary)
+    _ticked_s: WeakKeyDictionary[Leader, float] = field(default_factory=WeakKeyDictionary)  # the time of the last tick
     _outboxes: dict[tuple[Leader, str], asyncio.Queue[pb.MeetReply | None]] = field(default_factory=dict)
 
     async def serve(self, peer_id: str, stream: MemberStream) -> None:
         """Serve one member, from its joining to the end of the meeting. Raise RequestRejected if the caller does not
-        join, joins as another peer, or contradicts its record; or it sends bytes that are no message."""
+        join, joins as another peer, contradicts its record, or sends bytes that are no message; TimeoutError if it
+        sends nothing."""
         async with asyncio.timeout(self._config.silence_s):
             first = await stream.receive()
         if first is None or first.WhichOneof("kind") != "join":
@@ -73,7 +74,7 @@ class Leading:
                 each.result()
         finally:
             await end_tasks([writing, reading, ticking])
-            if self._outboxes.get((leader, peer_id)) is outbox:
+            if self._outboxes.get((leader, peer_id)) is outbox:  # the peer has not joined again by another stream
                 del self._outboxes[leader, peer_id]
                 self._deliver(leader, leader.leave(peer_id, self._context(), _now()))
 
