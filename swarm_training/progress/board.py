@@ -1,4 +1,7 @@
-"""The DHT keys where the peers of a run find each other: each stores its signed record. The DHT is slow; see gossip."""
+"""The DHT keys where the peers of a run find each other: each peer stores its signed record there.
+
+The DHT is slow. Once peers know each other, they exchange records directly, see ``gossip``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from swarm_protocol.net.hivemind_parts import DHTNode, get_dht_time
 from swarm_protocol.net.identity import Identity
 from swarm_training.pb import training_pb2 as pb
 
-LIFETIME_S = 60.0
-_TIMEOUT_S = 10.0
+LIFETIME_S = 60.0  # of an entry
+_TIMEOUT_S = 10.0  # for reading one key
 M = TypeVar("M", bound=Message)
 
 
@@ -59,7 +62,7 @@ class DhtPeerRegistry:
         return cls(node, run, identity, initial_peers=initial_peers)
 
     def beside(self, run: str, moderated_as: str | None = None) -> DhtPeerRegistry:
-        """Return the board of another run on the same node; closing this board ends both."""
+        """Return the registry of another run on the same node. Closing either of them stops the node of both."""
         return DhtPeerRegistry(self.node, run, self._identity, moderated_as, self._initial_peers)
 
     async def addresses(self) -> list[str]:
@@ -68,7 +71,7 @@ class DhtPeerRegistry:
 
     async def publish(self, record: pb.SignedProgress) -> None:
         data, expires_at = record.SerializeToString(), self._expirations.after(LIFETIME_S)
-        await store_item(self.node, self._key, self._subkey, data, expires_at)  # again soon, if not in time
+        await store_item(self.node, self._key, self._subkey, data, expires_at)  # if it fails, the next call repairs it
 
     async def read(self) -> list[pb.SignedProgress]:
         """Return the records of all peers, not yet verified."""

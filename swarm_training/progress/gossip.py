@@ -1,8 +1,8 @@
 """The exchange of progress records: directly between peers, and over the DHT to find them.
 
 Each peer calls a few others several times a second while there is something new, and once a second otherwise. A reply
-has all records that have changed since the last call, signed by their owners. News therefore also reach peers that
-cannot be called, and peers that have not been called.
+has all records that have changed since the last call, signed by their owners. Records therefore also spread through
+third peers, and from peers that cannot be called.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.board import DhtPeerRegistry
 from swarm_training.progress.table import ProgressTable
 
-_FANOUT = 8  # calls at a time
-_PUBLISH_S = 15.0
+_FANOUT = 8  # the most calls that one round of gossip begins
+_PUBLISH_S = 15.0  # a quarter of ``LIFETIME_S``: the record stays on the DHT even if some calls fail
 _READ_S, _READ_ALONE_S = 15.0, 2.0  # the second while no peer is known
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 3.0  # for one call
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
 class Gossip:
-    """One peer's exchange of progress records with the others. ``num_calls``: the number of exchanges that this peer
-    has begun."""
+    """One peer's exchange of progress records with the others."""
 
     _config: TrainingConfig
     _table: ProgressTable
@@ -49,7 +48,6 @@ class Gossip:
     _since: dict[str, int] = field(default_factory=dict)  # by peer, ``until`` of its last reply
     _calling: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _failing_since_s: dict[str, float] = field(default_factory=dict)  # by peer, since when it has answered no call
-    num_calls: int = 0
 
     def tell(self, *, urgent: bool = False) -> None:
         """Announce that there is something new; what is ``urgent`` is sent at once."""
@@ -58,7 +56,7 @@ class Gossip:
             self._urgent.set()
 
     def publish_soon(self) -> None:
-        """Publish this peer's record on the board soon, because the published one is outdated."""
+        """Publish this peer's record on the DHT soon, because the published one is outdated."""
         self._outdated.set()
 
     def failing_s(self) -> dict[str, float]:
@@ -94,7 +92,6 @@ class Gossip:
         self._calling.pop(peer_id, None)
 
     async def _call(self, peer: Progress, own: pb.SignedProgress) -> None:
-        self.num_calls += 1
         since = self._since.get(peer.peer_id, 0)
         request = pb.ExchangeRequest(own=own, since=since, orders_digest=self._orders.digest())
         try:
@@ -103,6 +100,7 @@ class Gossip:
         except (SwarmError, TimeoutError) as error:
             _logger.debug("%s does not report its progress: %s", peer.peer_id, error)
             self._failing_since_s.setdefault(peer.peer_id, asyncio.get_running_loop().time())
+            # A peer whose process has ended need not be waited for until it counts as silent.
             if await self._network.is_gone(peer):
                 self._table.note_gone(peer.peer_id)
             return
@@ -112,7 +110,7 @@ class Gossip:
         self.note(reply.records)
 
     def note(self, records: Iterable[pb.SignedProgress]) -> None:
-        """Add those of the records that are valid to the table."""
+        """Add the valid ones among the records to the table."""
         num_known = len(self._table.known())
         for record in records:
             try:
@@ -120,7 +118,7 @@ class Gossip:
             except ValueError as error:
                 _logger.debug("ignored a record: %s", error)
         if len(self._table.known()) > num_known:
-            self.tell()
+            self.tell()  # so that a peer that was just found is called soon
 
     async def _publish(self) -> None:
         while True:

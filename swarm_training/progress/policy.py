@@ -1,7 +1,7 @@
-"""The decisions that follow from the peers' reported progress. Decides from data alone.
+"""The decisions that follow from the peers' reported progress. The module decides from data alone.
 
 Moments, not steps, show which peer is ahead: after a rollback the run is at an earlier step than peers that have not
-heard of it.
+heard of the rollback.
 
 Quorums ensure that a run never forks. The *roster* of a step is the set of reachable peers that took part in the
 averaging that led to the step. The next averaging counts only if it has a majority of that roster, without the peers
@@ -36,8 +36,8 @@ class LocalView:
     # Records of the other participants that it has heard from recently, without peers that are joining.
     others: tuple[Progress, ...] = ()
     silent: tuple[Progress, ...] = ()  # records of participants that it has not heard from recently
-    # Ids of peers that have left, have not joined yet, stand aside or have been banned for a while, or whose process
-    # has evidently ended.
+    # Ids of peers that have left, have not joined yet, stand aside, have been banned for a while, or whose process has
+    # evidently ended.
     gone: frozenset[str] = frozenset()
     max_samples: float = inf  # the most samples of one peer that count, whatever it claims
 
@@ -54,7 +54,8 @@ class LocalView:
 
 
 def samples_at(view: LocalView, moment: Moment) -> float:
-    """Return the samples that all peers together have accumulated towards the next step, as far as they count."""
+    """Return the samples that the peers at a moment have accumulated together towards the next step. Of each peer, at
+    most ``max_samples`` count."""
     return view.samples_of(view.at(moment))
 
 
@@ -67,7 +68,7 @@ def mean_loss(peers: Iterable[Progress], max_samples: float) -> float | None:
 
 
 def is_batch_complete(view: LocalView) -> bool:
-    """Return whether the batch is complete in this view, or in that of a peer that already wants to meet."""
+    """Return whether the batch is complete in this view, or in the view of a peer that already wants to meet."""
     peers = view.at(view.own.moment)
     if view.own.counts_exactly:
         return _is_exactly_complete(peers, view.own)
@@ -76,16 +77,18 @@ def is_batch_complete(view: LocalView) -> bool:
 
 
 def _is_exactly_complete(peers: Collection[Progress], own: Progress) -> bool:
-    """Return whether the micro-batches are complete, or a result that may have been decided must be handed on."""
+    """Return whether the micro-batches are complete, or this peer must help to hand on a result that may have been
+    decided."""
     if decided := {peer.decided for peer in peers if peer.decided}:
-        return own.accepted in decided  # a peer without the result waits for the others to step
+        return own.accepted in decided  # a peer without the result waits until the others have stepped
     parts = (peer.micro_batches for peer in peers)
     return any(peer.accepted for peer in peers) or is_partition(parts, own.target_batch_size)
 
 
 def must_discard(view: LocalView) -> bool:
-    """Return whether this peer must discard its sums. Either a peer with a lower id, which keeps its sums, counts one
-    of the same micro-batches; or the batch is decided without this peer, which could still hold up a barrier."""
+    """Return whether this peer must discard its sums, for one of two reasons. A peer with a lower id, which keeps its
+    sums, counts one of the same micro-batches. Or the batch is decided without this peer's sums, which could still hold
+    up a barrier."""
     own = view.own
     mates = [peer for peer in view.at(own.moment) if peer is not own]
     if not own.samples or own.decided:
@@ -97,14 +100,15 @@ def must_discard(view: LocalView) -> bool:
 
 
 def of_usual_model(records: Collection[Progress]) -> list[Progress]:
-    """Return the records with the most common model; of equally common ones, the one with the largest digest."""
+    """Return the records with the most common model. Of equally common models, take the one with the largest digest."""
     counts = Counter(record.model for record in records)
     usual = max(counts, key=lambda model: (counts[model], model), default=b"")
     return [record for record in records if record.model == usual]
 
 
 def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
-    """Return the peers that more than half of the others, and at least two, exclude: no peer can exclude one alone."""
+    """Return the peers that more than half of the other peers exclude. At least two must, so that no peer can exclude
+    another one alone."""
     votes = Counter(peer_id for peer in records for peer_id in set(peer.excludes) - {peer.peer_id})
     ids = {peer.peer_id for peer in records}
     return frozenset(
@@ -129,7 +133,7 @@ def expected_at(view: LocalView, moment: Moment, roster: Collection[str]) -> fro
 
 
 def rank(run: str, moment: Moment, peer_id: str) -> bytes:
-    """Return a peer's rank, which changes with every step; the lowest rank leads."""
+    """Return a peer's rank, which changes with every step. The peer with the lowest rank leads."""
     return sha256(f"{run}/{moment}/{peer_id}".encode()).digest()
 
 
@@ -145,7 +149,7 @@ def leader_of(view: LocalView, unreachable: Collection[str] = ()) -> Progress | 
 
 
 def has_quorum(present: Collection[str], roster: Iterable[str], gone: Collection[str]) -> bool:
-    """Return whether the present peers may decide for the whole roster, without the peers that are gone."""
+    """Return whether the present peers may decide for the whole roster. Peers that are gone have no vote."""
     electorate = sorted(set(roster) - set(gone))
     votes = sum(peer in present for peer in electorate)
     if not electorate or 2 * votes > len(electorate):
@@ -184,8 +188,8 @@ def is_in_minority(view: LocalView) -> bool:
 
 
 def majority_digest(records: Iterable[Progress]) -> bytes | None:
-    """Return the most common state digest in the records of one moment. Of equally common ones, return the digest of
-    the first peer by id. Each peer counts once."""
+    """Return the most common state digest in the records of one moment; None if no record has one. Of equally common
+    digests, return that of the first peer by id. Each peer counts once."""
     digests = {peer.peer_id: peer for peer in records if peer.state_digest}
     known = [digests[peer_id] for peer_id in sorted(digests)]
     counts = Counter(peer.state_digest for peer in known)

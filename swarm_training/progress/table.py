@@ -16,9 +16,9 @@ from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import LocalView, majority_digest
 
 MAX_PEERS = 4096
-_SILENT_S = 60.0  # for this long at least a view lists a peer as silent
+_SILENT_S = 60.0  # the least time for which a view lists a silent peer
 _KEPT_DIGESTS = 16  # steps of each peer
-_FORGET_S = 600.0  # records of peers silent for this long at least are dropped
+_FORGET_S = 600.0  # the least time after which the record of a silent peer is dropped
 # A change of these fields sets ``urgent``.
 _URGENT = ("state", "moment", "accepted", "decided", "shared", "next_stage", "address", "excludes", "skipped_batches")
 
@@ -28,7 +28,7 @@ class _Entry:
     record: Progress
     signed: pb.SignedProgress
     heard_s: float
-    counter: int  # number of the table's change
+    counter: int  # the number of the table's change that brought the record
 
 
 class ProgressTable:
@@ -68,8 +68,8 @@ class ProgressTable:
         self._news = asyncio.Event()
 
     def add(self, signed: pb.SignedProgress, now: float) -> Progress | None:
-        """Store a record, and return it if it is newer than the known record of that peer. Raise ValueError if the
-        record is not signed by its peer, or that peer trains another run or model."""
+        """Store a record. Return it if it is newer than the known record of its peer, else None. Raise ValueError if
+        the record is not signed by its peer, or that peer trains another run or model."""
         if signed.progress in self._known:
             return None
         record = read_signed(signed)
@@ -109,38 +109,34 @@ class ProgressTable:
         records = (record for peer in others for record in self._digests[peer])
         return majority_digest(record for record in records if record.moment == moment)
 
-    def record_of(self, peer_id: str) -> Progress | None:
-        entry = self._entries.get(peer_id)
-        return None if entry is None else entry.record
-
     def signed_of(self, peer_id: str) -> pb.SignedProgress | None:
         entry = self._entries.get(peer_id)
         return None if entry is None else entry.signed
 
     def evaluated(self) -> list[tuple[Progress, pb.SignedProgress]]:
-        """Return the records with a loss on held-out data, this peer's own and those of peers that have left too."""
+        """Return the records with a loss on held-out data, including this peer's own and those of peers that left."""
         entries = (entry for peer_id, entry in self._entries.items() if peer_id not in self._banned)
         return [(entry.record, entry.signed) for entry in entries if entry.record.held_out is not None]
 
     def ended(self) -> list[Progress]:
-        """Return the records of other peers that say that the run has ended, also if they have left."""
+        """Return the records in which other peers say that the run has ended. These peers may have left."""
         entries = (entry for peer_id, entry in self._entries.items() if peer_id not in {self._own_id, *self._banned})
         return [entry.record for entry in entries if entry.record.has_ended]
 
     def since(self, counter: int, but_of: str) -> list[pb.SignedProgress]:
-        """Return the records that came after ``counter``, but none of banned peers or of the peer ``but_of``."""
+        """Return the records that came after ``counter``, without those of banned peers and of the peer ``but_of``."""
         news = [entry for entry in self._entries.values() if entry.counter > counter]
         return [entry.signed for entry in news if entry.record.peer_id not in {but_of, *self._banned}]
 
     async def changed_since(self, counter: int, timeout_s: float, gather_s: float = 0.0) -> None:
-        """Wait until there are records after ``counter``, at most ``timeout_s``. If no peer waits for the first of
-        them, wait up to ``gather_s`` for more."""
+        """Wait until there are records after ``counter``, at most ``timeout_s``. If none of them is urgent, wait up to
+        ``gather_s`` for more."""
         await self._until(lambda: self.counter > counter, timeout_s)
         if self.counter > counter:
             await self._until(lambda: self.urgent > counter, gather_s)
 
     async def urgent_since(self, counter: int) -> None:
-        """Wait until there is a record after ``counter`` for which peers may wait."""
+        """Wait until there is an urgent record after ``counter``."""
         await self._until(lambda: self.urgent > counter, inf)
 
     async def _until(self, has_come: Callable[[], bool], timeout_s: float) -> None:
@@ -173,7 +169,7 @@ class ProgressTable:
         self._ruled_out = {peer_id: self._ruled_out.get(peer_id, now) for peer_id in ruled_out}
 
     def suspect(self, peer_id: str) -> None:
-        """Count a peer that does not answer as silent until it is heard from again."""
+        """Count a peer as silent until a newer record of it arrives."""
         if peer_id in self._entries:
             self._suspects[peer_id] = self._entries[peer_id].record.version
 
@@ -190,10 +186,11 @@ class ProgressTable:
             if peer_id == self._own_id:
                 continue
             silence_s = now - entry.heard_s
+            # A banned peer that has ended is gone too, so these cases come first.
             if self._has_ended(entry) or silence_s > self._presume_gone_s:
                 gone.add(peer_id)
             elif entry.record.state == JOINING:
-                gone.add(peer_id)  # a joining peer has no vote
+                gone.add(peer_id)  # a peer that joins or stands aside has no vote
             elif peer_id in self._banned:
                 continue
             elif entry.record.state in PRESENT and self._is_heard(entry, now):
@@ -204,7 +201,7 @@ class ProgressTable:
         return LocalView(own, tuple(others), tuple(silent), frozenset(gone), self._max_samples)
 
     def known(self) -> list[Progress]:
-        """Return the records of all other peers, including silent ones, without those that are gone."""
+        """Return the records of all other peers, including silent ones, except those that have left or ended."""
         return [
             entry.record
             for peer_id, entry in self._entries.items()

@@ -102,7 +102,7 @@ def test_other_runs_and_models_are_not_taken_in(changes: dict[str, object]) -> N
 def test_only_newer_records_count() -> None:
     known = table()
     assert known.add(signed(version=5, samples=1), 0.0) and known.add(signed(version=4, samples=2), 0.0) is None
-    assert known.record_of(identity(1).peer_id).samples == 1
+    assert read_signed(known.signed_of(identity(1).peer_id)).samples == 1
     assert known.add(signed(version=6, samples=3), 0.0) and known.counter == 2
     assert len(known.since(0, "nobody")) == 1 and known.since(0, identity(1).peer_id) == [] == known.since(2, "nobody")
 
@@ -135,9 +135,9 @@ def test_a_silent_peer_is_listed_and_remembered_for_longer_if_silence_begins_lat
     late = known.view(own, 600.0)
     assert late.others == () and [peer.peer_id for peer in late.silent] == [peer_id]
     known.add(signed(2), 1000.0)
-    assert known.record_of(peer_id) is not None
+    assert known.signed_of(peer_id) is not None
     known.add(signed(2, version=9), 2100.0)
-    assert known.record_of(peer_id) is None
+    assert known.signed_of(peer_id) is None
 
 
 def test_who_has_left_or_ended_is_gone() -> None:
@@ -157,7 +157,7 @@ def test_nothing_is_kept_of_who_is_forgotten() -> None:
     known.suspect(peer_id)
     known.note_gone(peer_id)
     known.add(signed(2), 1000.0)
-    assert known.record_of(peer_id) is None and not known._suspects and not known._gone
+    assert known.signed_of(peer_id) is None and not known._suspects and not known._gone
 
 
 def test_silence_is_no_end_unless_that_is_wanted() -> None:
