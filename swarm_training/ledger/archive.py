@@ -1,4 +1,4 @@
-"""The rounds in a file to which lines are appended. Torn or damaged lines are left out, and all other lines count.
+"""The rounds of a ledger in a file to which lines are appended. Torn or damaged lines are left out; all others count.
 
 A line is a checksum and a round in base64, so that files can be joined by ``cat``.
 """
@@ -25,14 +25,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class KeptLedger:
-    """A ledger, and the file that keeps it; None: it is in memory alone."""
+    """A ledger, and the archive in which its rounds are kept; None: the ledger is in memory alone."""
 
     ledger: Ledger
     archive: Archive | None = None
 
     @classmethod
     def open(cls, path: Path | None, run: str, limits: LedgerLimits, organiser: SwarmKey | None) -> KeptLedger:
-        """Restore the ledger from the file, which is created if need be. Raise ValueError as ``Archive``."""
+        """Restore the ledger from the file, which is created if need be. Raise ValueError as ``Archive`` does."""
         if path is None:
             return cls(Ledger(run, limits, organiser))
         archive = Archive(path)
@@ -43,7 +43,7 @@ class Archive:
     """The file of one peer, or of several peers on one machine: each line is written in one piece."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or create it. Raises ValueError if it is no ledger, or cannot be written."""
+        """Open the file, or create it. Raise ValueError if it is no ledger, or cannot be written."""
         self.path = path
         self._has_failed = False
         try:
@@ -58,7 +58,7 @@ class Archive:
     def append(self, data: bytes) -> None:
         """Append a round. If the file cannot be written, log that once and go on without the file."""
         try:
-            with self.path.open("ab") as file:  # a new line, because the one before may have been torn
+            with self.path.open("ab") as file:  # on a new line, because the last line may be torn
                 file.write(b"\n" + f"{crc32(data):08x} ".encode() + b64encode(data) + b"\n")
         except OSError as error:
             if not self._has_failed:
@@ -68,7 +68,7 @@ class Archive:
 
 def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | None, *, is_own: bool = True) -> Ledger:
     """Return the ledger of a file, without rounds that are not valid. ``is_own``: this machine has written the file, so
-    that no signatures need to be checked. Raise ValueError if the file is no ledger."""
+    that the signatures of peers need not be checked. Raise ValueError if the file is no ledger."""
     ledger, num_wrong = Ledger(run, limits, organiser), 0
     for data in read_rounds(path, run):
         try:
@@ -83,9 +83,8 @@ def restored(path: Path, run: str, limits: LedgerLimits, organiser: SwarmKey | N
 
 
 def read_rounds(path: Path, run: str) -> Iterator[bytes]:
-    """Yield the unchecked rounds of this run, oldest steps first. Log how many lines are damaged, or of another run.
-
-    Raises ValueError if the file is no ledger.
+    """Yield the rounds of this run without a check of their signatures, oldest steps first. Log how many lines are
+    damaged, or of another run. Raise ValueError if the file is no ledger.
     """
     _require_ledger(path)
     places, num_left_out = [], 0
@@ -95,7 +94,7 @@ def read_rounds(path: Path, run: str) -> Iterator[bytes]:
             try:
                 if data is not None:
                     places.append((moment_of(data, run), file.tell() - len(line)))
-                elif line.strip() and line.strip() not in _HEADER:
+                elif line.strip() and line.strip() not in _HEADER:  # `in`: a header may be torn
                     num_left_out += 1
             except ValueError as error:
                 num_left_out += 1

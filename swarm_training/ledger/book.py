@@ -1,4 +1,4 @@
-"""One peer's ledger, which takes the peer's own rounds, collects the rest from other peers, and passes them all on."""
+"""One peer's book: it keeps the rounds of the peer's own meetings, collects other rounds, and passes them all on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from swarm_training.ledger.crediting import Crediting
 from swarm_training.ledger.ledger import Ledger
 from swarm_training.pb import training_pb2 as pb
 
-MAX_REPLY_BYTES = (1 << 20) - 4096  # of the rounds; the rest is for the message around them
+MAX_REPLY_BYTES = (1 << 20) - 4096  # of the rounds; 4096 bytes are for the message around them
 _logger = logging.getLogger(__name__)
 
 
 class Book:
+    """The keeper of one peer's ledger."""
+
     def __init__(
         self,
         ledger: Ledger,
@@ -43,15 +45,15 @@ class Book:
         self.collect = Collector(ledger, network, peers, newest, self._keep, in_thread, rng).run
 
     def committed(self, data: bytes, moment: Moment, leader: str, weights: Mapping[str, int], given: int) -> None:
-        """Take the round of a meeting that has succeeded, as its leader has signed the round.
+        """Take the round of a meeting that has succeeded. ``data``: the round as its leader has signed it.
 
-        ``weights``: the samples that members came with; ``given``: this peer's samples in the result. The round is
+        ``weights``: the samples with which members joined; ``given``: this peer's samples in the result. The round is
         checked in a task of its own: the step goes on whatever is wrong with the round.
         """
         if not data:
             signers = {leader, *(peer for peer, samples in weights.items() if samples)}
             if given and len(signers) >= self.ledger.limits.min_peers:
-                _logger.warning("%s, who led step %d, has credited nobody", leader, moment.step + 1)
+                _logger.warning("%s, which led step %d, has credited nobody", leader, moment.step + 1)
             return
         taking = asyncio.ensure_future(self._take_committed(data, moment, leader, weights, given))
         self._taking.add(taking)

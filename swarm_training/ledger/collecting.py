@@ -1,4 +1,4 @@
-"""The collector, which asks other peers now and then for the rounds that a ledger lacks."""
+"""The collector, which asks other peers from time to time for the rounds that a ledger lacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_KNOWN_BYTES = 1 << 19
 _ASK_S = 30.0  # between two calls, each to one other peer; a newcomer calls at once
 _WAIT_S = 2.0  # before the next look, while there is no peer to ask
 _MAX_ASK_S = 600.0  # the longest pause, while nobody answers or has anything new, and no step lacks its round
-_MOST_STEPS = 4096  # since the last call, in which a missing round is looked for
+_MOST_STEPS = 4096  # the most steps since the last call that are searched for a missing round
 _TIMEOUT_S = 10.0
 _SIGNATURES_PER_S = 200.0  # checked in rounds of other peers: about 2 % of a core
 _logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ class Collector:
 
     _ledger: Ledger
     _network: Network
-    _peers: Callable[[], Sequence[Progress]]  # those that can be asked
+    _peers: Callable[[], Sequence[Progress]]  # returns the other peers
     _newest: Callable[[], Moment | None]  # the last moment whose rounds are taken; None: unknown yet
     _keep: Callable[[bytes, RoundContributions], Awaitable[bool]]  # takes a valid round; returns whether it was new
     _in_thread: InThread
     _rng: random.Random
-    _liars: set[str] = field(default_factory=set)
+    _liars: set[str] = field(default_factory=set)  # ids of peers that have given a wrong round
 
     async def run(self) -> None:
         """Ask one peer at a time, and less often while nobody answers or has anything new. A peer that has missed the
@@ -59,7 +59,7 @@ class Collector:
                 pause_s = _ASK_S
 
     async def _misses_round(self, asked: Moment, pause_s: float) -> bool:
-        """Wait, and look now and then whether a step since ``asked`` has no round. Return whether there is one; else
+        """Look every ``_ASK_S`` whether a step since ``asked`` has no round. Return True once there is such a step, or
         False at the end of the pause."""
         while pause_s > 0:
             await asyncio.sleep(min(pause_s, _ASK_S))
@@ -92,10 +92,10 @@ class Collector:
 
 async def pull(ledger: Ledger, ask: Ask, take: Take, newest: Moment | None = None) -> bool:
     """Fetch the rounds that the ledger lacks, up to ``newest``, page by page. Return whether there were any. Raise
-    ValueError if a round is not valid, or SwarmError or TimeoutError if the peer that is asked does not answer."""
+    ValueError if a round is not valid; SwarmError or TimeoutError if the peer does not answer."""
     is_new = has_more = True
     has_news = False
-    while is_new and has_more:
+    while is_new and has_more:  # a page without anything new ends it: the peer may repeat itself for ever
         since, known = ledger.seen(_MAX_KNOWN_BYTES)
         request = pb.RoundsRequest(since_rollbacks=since.rollbacks, since_step=since.step, known=known)
         async with asyncio.timeout(_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""The samples that each peer has given to a step: signed by the peer, countersigned by the leader of its round."""
+"""The samples that each peer has given to a step, signed by the peer and countersigned by the leader of its meeting."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ SignerOf = Callable[[ContentKind, pb.SignedByPeer], str]
 
 @dataclass(frozen=True)
 class Contribution:
+    """The samples that one peer has given to the step of a moment."""
+
     run: str
     moment: Moment
     peer_id: str
     samples: int
 
     def signed(self, identity: Identity, token: bytes = b"") -> pb.SignedByPeer:
-        """Sign the contribution as the peer that it names."""
+        """Sign the contribution with the key of the peer that it names."""
         assert identity.peer_id == self.peer_id
         message = pb.Contribution(
             run=self.run,
@@ -43,7 +45,7 @@ class Contribution:
 
     @classmethod
     def parse(cls, signed: pb.SignedByPeer, signer: SignerOf = signer_of) -> Contribution:
-        """Parse a contribution. Raises ValueError unless the peer that it names has signed it."""
+        """Parse a contribution. Raise ValueError unless the peer that it names has signed it."""
         message = parsed(pb.Contribution, signed.content, _MAX_CONTRIBUTION_BYTES)
         if signer(ContentKind.CONTRIBUTION, signed) != message.peer_id:
             raise ValueError("a contribution is not signed by the peer that it names")
@@ -78,7 +80,7 @@ def countersign(
     leader: Identity,
     token: bytes = b"",
 ) -> bytes:
-    """Sign a round as its leader, which has checked that these peers gave so many samples."""
+    """Sign a round as its leader, which has checked that these peers have given so many samples."""
     message = pb.Round(
         run=run, rollbacks=moment.rollbacks, step=moment.step, ended_at=ended_at, contributions=contributions
     )
@@ -86,7 +88,7 @@ def countersign(
 
 
 def verify_contribution(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float) -> Credited:
-    """Verify a contribution at Unix time ``at``. Raises ValueError if the signature, token or samples are wrong."""
+    """Verify a contribution at Unix time ``at``. Raise ValueError if the signature, token or samples are wrong."""
     return _credited(signed, organiser, at, signer_of)
 
 
@@ -97,12 +99,14 @@ def verify_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
 
 
 def restore_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
-    """Parse a round that was verified before, and kept safe from changes: peers' signatures are not checked."""
+    """Parse a round that was verified before, and was kept safe from changes since. Only the organiser's signatures are
+    checked, not those of peers."""
     return _round_of(data, organiser, claimed_signer_of)
 
 
 def moment_of(data: bytes, run: str) -> Moment:
-    """Return a round's moment before time is spent on signatures. Raises ValueError if it is no round of this run."""
+    """Return a round's moment without a check of signatures, which is slow. Raise ValueError if the data is no round of
+    this run."""
     signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
     if message.run != run:
@@ -128,7 +132,7 @@ def _round_of(data: bytes, organiser: SwarmKey | None, signer: SignerOf) -> Roun
 def _credited(signed: pb.SignedByPeer, organiser: SwarmKey | None, at: float, signer: SignerOf) -> Credited:
     contribution = Contribution.parse(signed, signer)
     if contribution.samples < 1:
-        raise ValueError("a contribution of no samples")
+        raise ValueError("a contribution has no samples")
     return Credited(contribution, _user(organiser, contribution.peer_id, signed.token, at))
 
 

@@ -1,4 +1,4 @@
-"""A peer's part in the ledger at meetings: it signs its samples, countersigns other peers' samples, checks leaders."""
+"""A peer's part in the ledger at meetings: it signs its samples, countersigns those of others, and checks leaders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Crediting:
     """A peer's signer and checker of contributions. Training goes on whatever is wrong with the ledger."""
 
     def __init__(self, ledger: Ledger, own: SwarmAccess, moment: Callable[[], Moment]) -> None:
-        """Sign with the key and token of ``own``. ``moment``: returns where the run is."""
+        """Sign with the key and token of ``own``. ``moment``: returns the moment of the run."""
         self._ledger = ledger
         self._access = own
         self._moment = moment
@@ -40,6 +40,7 @@ class Crediting:
         self._checked: dict[str, set[bytes]] = {}  # digests of contributions to that step, by peer
 
     def creditable(self, samples: int) -> int:
+        """Return how many of these samples the ledger's limits let count."""
         return min(samples, self._ledger.limits.max_samples)
 
     def own(self, samples: int) -> bytes:
@@ -54,7 +55,7 @@ class Crediting:
         return self._own[2]
 
     def check(self, peer_id: str, join: pb.Join) -> None:
-        """Remove the contribution from a peer's join for the present step if the contribution is wrong."""
+        """Remove the contribution from a peer's join if it is wrong: the peer still takes part, without credit."""
         if join.contribution:
             try:
                 self._require_right(peer_id, join)
@@ -70,7 +71,7 @@ class Crediting:
         if (given.run, given.moment, given.peer_id) != (self._ledger.run, moment, peer_id):
             raise ValueError("its contribution is that of another peer, run or step")
         most = self.creditable(join.samples)
-        # a peer that holds a result has signed for the samples in it, and may have more by now
+        # A peer that holds a result has signed for the samples in that result, and may have more by now.
         if given.samples > most or (given.samples < most and not join.accepted.group):
             raise ValueError(f"its contribution is of {given.samples} samples, and it joins with {join.samples}")
 
@@ -84,7 +85,7 @@ class Crediting:
         self._checked[peer_id] = digests
 
     def countersign(self, joins: Sequence[pb.Join]) -> bytes:
-        """Sign the round of these joins, whose contributions were checked. Return it; empty if there is no round."""
+        """Sign and return the round of these joins, whose contributions were checked; empty if there is no round."""
         now, entries = time.time(), []
         for join in joins:
             if not join.contribution:
@@ -93,7 +94,7 @@ class Crediting:
             try:
                 entries.append((verify_contribution(signed, self._ledger.organiser, now).contribution, signed))
             except ValueError as error:  # its token has expired meanwhile
-                _logger.info("somebody is not credited: %s", error)
+                _logger.info("a member is not credited: %s", error)
         own = self._access
         peers = {own.identity.peer_id, *(given.peer_id for given, _ in entries)}
         if not entries or len(peers) < self._ledger.limits.min_peers:
@@ -106,20 +107,19 @@ class Crediting:
     def require_fair(
         self, round_: RoundContributions, moment: Moment, leader: str, weights: Mapping[str, int], given: int
     ) -> None:
-        """Check the round of a meeting at ``moment`` under ``leader``. ``weights``: the samples that each member came
-        with; ``given``: this peer's samples.
+        """Check the round of a meeting at ``moment`` under ``leader``. Raise ValueError if the round is of another
+        meeting, or credits a peer with more samples than it had. Log a warning if this peer lacks credit.
 
-        Logs a warning if this peer is not credited with its samples. Raises ValueError if the round is of another
-        meeting, or credits a peer with more than it came with.
+        ``weights``: the samples with which each member joined; ``given``: this peer's samples in the result.
         """
         credited = {each.contribution.peer_id: each.contribution.samples for each in round_.credited}
         if (round_.moment, round_.leader) != (moment, leader):
             raise ValueError("the round is that of another meeting")
         if any(samples > weights.get(peer, 0) for peer, samples in credited.items()):
-            raise ValueError("the round credits peers with more than they came with")
+            raise ValueError("the round credits peers with more samples than they had")
         own = credited.get(self._access.identity.peer_id, 0)
         if own != self.creditable(given):
             _logger.warning(
-                "%s, who led step %d, has credited this peer with %d samples instead of %d",
+                "%s, which led step %d, has credited this peer with %d samples instead of %d",
                 *(leader, moment.step + 1, own, self.creditable(given)),
             )

@@ -10,7 +10,7 @@ from swarm_protocol.access.organiser import SwarmKey
 from swarm_training.core.moment import Moment
 from swarm_training.ledger.contributions import RoundContributions, moment_of, restore_round, verify_round
 
-_MAX_BATCHES = 4  # most batches credited to one peer in one round: an honest call can bring more than one
+_MAX_BATCHES = 4  # the most batches credited to one peer in one round: an honest call can bring more than one
 _DIGEST_BYTES = 8  # of SHA-256: nobody can make another round with a given round's digest
 FIRST, LAST = Moment(0, 0), Moment(1 << 32, 0)
 
@@ -44,27 +44,27 @@ class UserTotal:
 
 @dataclass
 class _Step:
-    """The rounds of a step. ``peers``: the samples and user that count, by peer id. ``seen``: digests not to resend."""
+    """The rounds of a step."""
 
-    rounds: dict[bytes, bytes] = field(default_factory=dict)  # by digest
-    peers: dict[str, tuple[int, str]] = field(default_factory=dict)
-    seen: set[bytes] = field(default_factory=set)
+    rounds: dict[bytes, bytes] = field(default_factory=dict)  # the rounds that have added something, by digest
+    peers: dict[str, tuple[int, str]] = field(default_factory=dict)  # the samples and the user that count, by peer id
+    seen: set[bytes] = field(default_factory=set)  # digests of all known rounds, which other peers need not send
 
 
 class Ledger:
     """The ledger of one run. Peers that add the same rounds, in any order within ``keep_steps``, have the same totals.
 
-    A step can have several rounds: each group has one, and the next leader signs another if one fails after it has
-    signed. A peer is still credited once a step, with the largest number of samples that it has signed for the step.
-    One of an honest peer's numbers has led to a result. A maximum does not depend on the order. No leader can take
-    credit away by countersigning a contribution that a peer had signed for an earlier meeting of that step.
+    A step can have several rounds: each group has one, and if a leader fails after signing, the next leader signs
+    another. A peer is still credited once a step, with the largest number of samples that it has signed for the step.
+    The maximum has two reasons. It does not depend on the order of the rounds. And no leader can take credit away by
+    countersigning a contribution that the peer had signed for an earlier meeting of that step.
     """
 
     def __init__(self, run: str, limits: LedgerLimits, organiser: SwarmKey | None = None) -> None:
         self.run = run
         self.limits = limits
         self.organiser = organiser
-        self.num_rounds = 0  # rounds that added something, with forgotten ones
+        self.num_rounds = 0  # rounds that have added something, including those of steps that are no longer kept
         self._totals: dict[str, UserTotal] = {}
         self._steps: dict[Moment, _Step] = {}  # the newest steps
         self._size_bytes = 0  # of their rounds
@@ -79,7 +79,8 @@ class Ledger:
         return round_ if self.take(data, round_) else None
 
     def restore(self, data: bytes) -> None:
-        """Add an earlier round again, without checks of peers' signatures. Raises ValueError if it does not fit."""
+        """Add a round that was verified before, without a check of peers' signatures. Raise ValueError if it does not
+        fit."""
         self.take(data, restore_round(data, self.organiser))
 
     @property
@@ -93,24 +94,24 @@ class Ledger:
 
     def wants(self, data: bytes, newest: Moment | None) -> bool:
         """Return whether a round is worth verifying: it is new, of a moment that is kept, and not after ``newest``.
-
-        Raises ValueError if it is no round of this run.
-        """
+        Raise ValueError if it is no round of this run."""
         moment = moment_of(data, self.run)
         is_due = self._since <= moment and (newest is None or moment <= newest)
         return is_due and not self._is_seen(data, moment)
 
     def take(self, data: bytes, round_: RoundContributions) -> bool:
-        """Add ``round_``, as ``verify_round`` parsed ``data``. Return whether it adds anything. Raises as ``add``."""
+        """Add ``round_``, which ``verify_round`` has returned for ``data``. Return whether it adds anything. Raise
+        ValueError if it does not fit."""
         step = self._steps.get(round_.moment, _Step())
         digest = digest_of(data)
         if digest in step.seen:
             return False
         new = {each.contribution.peer_id: (each.contribution.samples, each.user) for each in round_.credited}
+        # The user decides between equal numbers, so that the order of the rounds does not matter here either.
         new = {peer: credit for peer, credit in new.items() if credit > step.peers.get(peer, (0, ""))}
         self._require_fitting(round_, step, {user for _, user in new.values()})
         self._steps[round_.moment] = step
-        if len(step.seen) < 2 * self.limits.max_rounds:
+        if len(step.seen) < 2 * self.limits.max_rounds:  # rounds that add nothing are unlimited, their memory is not
             step.seen.add(digest)
         if not new:
             return False
@@ -133,13 +134,9 @@ class Ledger:
         """Return the totals by user, most samples first."""
         return dict(sorted(self._totals.items(), key=lambda item: (-item[1].samples, item[0])))
 
-    def rounds(self) -> list[bytes]:
-        """Return the rounds of the newest steps, oldest first, as signed: other peers can add and check them."""
-        return [data for moment in sorted(self._steps) for data in self._steps[moment].rounds.values()]
-
     def seen(self, max_bytes: int) -> tuple[Moment, bytes]:
-        """Return a moment, and the joined digests of all rounds since then that need not come again. It is the first
-        moment whose rounds are taken, or a later one if the digests exceed ``max_bytes``."""
+        """Return a moment, and the joined digests of all known rounds since then. The moment is the first one whose
+        rounds this ledger takes, or a later one if the digests would exceed ``max_bytes``."""
         found = b""
         for moment in sorted(self._steps, reverse=True):
             digests = b"".join(sorted(self._steps[moment].seen))
@@ -179,9 +176,9 @@ class Ledger:
             if each.contribution.samples > most:
                 raise ValueError(f"a contribution of {each.contribution.samples} samples: expected at most {most}")
         if len(step.rounds) >= self.limits.max_rounds:
-            raise ValueError(f"step {round_.moment.step} has {len(step.rounds)} rounds: expected no more")
+            raise ValueError(f"step {round_.moment.step} has {len(step.rounds)} rounds already: expected no more")
         if len(self._totals.keys() | set(users)) > self.limits.max_users:
-            raise ValueError(f"the ledger has {len(self._totals)} users: expected no more")
+            raise ValueError(f"the ledger has {len(self._totals)} users already: expected no more")
 
     def _count(self, user: str, samples: int, rounds: int) -> None:
         old = self._totals.get(user, UserTotal())

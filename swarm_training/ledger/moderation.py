@@ -1,4 +1,4 @@
-"""Moderators' orders that this peer knows: which peers are banned, and to which step the run must go back."""
+"""The moderators' orders that a peer knows: which peers are banned, and to which step the run must go back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_protocol.errors import AccessDenied
 from swarm_training.ledger.orders import Ban, GoBack, ModeratorOrder, Orders
 
 _MAX_REPLY_BYTES = 1 << 20
-_FRESH_S = 1.0
+_FRESH_S = 1.0  # the time for which bans and due rollbacks are cached
 _logger = logging.getLogger(__name__)
 
 
@@ -36,7 +36,7 @@ class Moderation:
         return sha256(b"".join(sorted(sha256(data).digest() for data in self._orders.signed()))).digest()
 
     def take(self, orders: Iterable[bytes]) -> None:
-        """Accept those of the orders that are valid; they come from strangers."""
+        """Accept the valid ones among these orders, which come from strangers."""
         if self._orders is None:
             return
         for data in orders:
@@ -55,7 +55,7 @@ class Moderation:
     def signed_unless(self, digest: bytes) -> list[bytes]:
         """Return all orders that fit into a reply, or none if ``digest`` is empty or equals ``self.digest()``.
 
-        If not all fit, the reply has a random part of them, so that a peer that asks again gets all in the end.
+        If not all fit, the reply has a random selection, so that a peer that asks again and again gets all orders.
         """
         if self._orders is None or not digest or digest == self.digest():
             return []
@@ -76,7 +76,7 @@ class Moderation:
         return self._bans
 
     def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
-        """Return the signed orders in force in a run after so many rollbacks, each with the step to go back to."""
+        """Return the signed orders to go back that are in force after so many rollbacks, each with its step."""
         if self._orders is not None and (rollbacks != self._due_for or self._clock() >= self._due_until_s):
             self._due = self._orders.rollbacks_due(rollbacks)
             self._due_for, self._due_until_s = rollbacks, self._clock() + _FRESH_S

@@ -17,13 +17,15 @@ from swarm_training.ledger.signing import ContentKind, parsed, sign, signer_of
 from swarm_training.pb import training_ledger_pb2 as pb
 
 MAX_ORDER_BYTES = 4096
-MAX_ORDERS = 4096  # that a peer keeps
+MAX_ORDERS = 4096  # the most orders that a peer keeps
 _MAX_REASON_CHARS = 200
 _MAX_STEP = 1 << 53
 
 
 @dataclass(frozen=True)
 class Ban:
+    """A ban of a peer from the run."""
+
     peer_id: str
     reason: str
 
@@ -38,7 +40,7 @@ class GoBack:
 
 @dataclass(frozen=True)
 class ModeratorOrder:
-    """An order with its Unix times in seconds; a ban lasts until it expires. Raises ValueError if a field is wrong."""
+    """An order with its Unix times in seconds. A ban lasts until the order expires. A wrong field raises ValueError."""
 
     run: str
     id: bytes
@@ -50,7 +52,7 @@ class ModeratorOrder:
         if len(self.id) != ID_BYTES:
             raise ValueError(f"an order's id has {len(self.id)} bytes: expected {ID_BYTES}")
         if not (isfinite(self.issued_at) and isfinite(self.expires_at) and self.issued_at < self.expires_at):
-            raise ValueError(f"an order from {self.issued_at} until {self.expires_at}: expected a later end")
+            raise ValueError(f"an order is valid from {self.issued_at} until {self.expires_at}: expected a later end")
         if isinstance(self.action, Ban):
             peer_id, reason = self.action.peer_id, self.action.reason
             if not (0 < len(peer_id) <= 64 and peer_id.isascii() and peer_id.isalnum()):
@@ -58,7 +60,7 @@ class ModeratorOrder:
             if len(reason) > _MAX_REASON_CHARS or not reason.isprintable():
                 raise ValueError(f"the reason of a ban is {printable(reason, 40)!r}: expected up to 200 characters")
         elif not 0 <= self.action.step <= _MAX_STEP:
-            raise ValueError(f"a rollback to step {self.action.step}: expected the step of a checkpoint")
+            raise ValueError(f"the step of a rollback is {self.action.step}: expected the step of a checkpoint")
 
     @classmethod
     def new(cls, run: str, action: Ban | GoBack, now: float, lasts_s: float) -> ModeratorOrder:
@@ -74,7 +76,7 @@ class ModeratorOrder:
 
     @classmethod
     def parse(cls, signed: pb.SignedByPeer) -> ModeratorOrder:
-        """Parse an order, without a check of its signature. Raises ValueError if it is no order."""
+        """Parse an order, without a check of its signature. Raise ValueError if it is no order."""
         message = parsed(pb.Order, signed.content, MAX_ORDER_BYTES)
         match message.WhichOneof("action"):
             case "ban":
@@ -88,6 +90,8 @@ class ModeratorOrder:
 
 @dataclass(frozen=True)
 class _Taken:
+    """An order that was accepted. ``data``: the order as its moderator has signed it."""
+
     order: ModeratorOrder
     moderator: str
     token: bytes
@@ -101,7 +105,7 @@ class Orders:
         self._run = run
         self._access = access
         self._clock = clock
-        self._taken: dict[bytes, _Taken] = {}  # by id, until they expire: expired orders are refused
+        self._taken: dict[bytes, _Taken] = {}  # by id; an order that expires is dropped, and is refused from then on
 
     def take(self, data: bytes) -> ModeratorOrder | None:
         """Check an order and keep it. Return the order if it is new; None if it is known already. Raise ValueError if
@@ -124,7 +128,7 @@ class Orders:
         return order
 
     def bans(self) -> dict[str, ModeratorOrder]:
-        """Return the bans in force now, by peer id; if a peer has several, the one that lasts longest."""
+        """Return the bans in force now, by peer id. If a peer has several bans, return the one that lasts longest."""
         found: dict[str, ModeratorOrder] = {}
         for order in (taken.order for taken in self._in_force()):
             if isinstance(order.action, Ban):
@@ -134,7 +138,7 @@ class Orders:
         return found
 
     def rollbacks_due(self, rollbacks: int) -> dict[bytes, int]:
-        """Return the orders, as signed, for a run that has had so many rollbacks, with the step to go back to."""
+        """Return the signed orders to go back for a run that has had so many rollbacks, each with its step."""
         return {
             taken.data: taken.order.action.step
             for taken in self._in_force()
@@ -142,7 +146,7 @@ class Orders:
         }
 
     def signed(self) -> list[bytes]:
-        """Return all known orders that have not expired, to be passed on."""
+        """Return all known orders that have not expired, as signed, so that other peers can check them."""
         self._forget(self._clock())
         return [taken.data for taken in self._taken.values()]
 

@@ -37,12 +37,12 @@ def sign(kind: ContentKind, content: Message, identity: Identity, token: bytes) 
 
 
 def signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
-    """Return the id of the peer that has signed this as a ``kind``. Raises ValueError if the signature is wrong."""
+    """Return the id of the peer that has signed content of this kind. Raise ValueError if the signature is wrong."""
     return _signer_of(kind.value + signed.content, signed.public_key, signed.signature)
 
 
 def claimed_signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
-    """Return the peer id of the key, without a check of the signature. Raises ValueError if it is no key of a peer."""
+    """Return the peer id of the key, without a check of the signature. Raise ValueError if it is no peer's key."""
     try:
         return peer_id_of(signed.public_key)
     except ValueError:
@@ -50,7 +50,7 @@ def claimed_signer_of(kind: ContentKind, signed: pb.SignedByPeer) -> str:
 
 
 def parsed(kind: type[M], data: bytes, max_bytes: int) -> M:
-    """Parse a message. Raises ValueError if the bytes are no such message, or too many."""
+    """Parse a message. Raise ValueError if the bytes are no such message, or more than ``max_bytes``."""
     if len(data) > max_bytes:
         raise ValueError(f"a {kind.__name__} has {len(data)} bytes: expected at most {max_bytes}")
     try:

@@ -23,6 +23,7 @@ from swarm_training.meeting.attending import Ballots
 from swarm_training.pb import training_ledger_pb2 as ledger_pb
 from swarm_training.pb import training_pb2 as pb
 from tests.marks import IN_VIRTUAL_TIME
+from tests.unit.training.ledger.members import signed_rounds
 from tests.unit.training.test_simulated_runs import merged
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, simulate
@@ -89,7 +90,7 @@ async def test_two_leaders_of_one_step_credit_nobody_twice(seed: int) -> None:
     world.cut.clear()
     await all_done([tasks[peer.number] for peer in peers if peer is not leader()])
     await asyncio.sleep(1.0)
-    of_step = [world.peers[peer_id].peer.ledger.rounds()[1] for peer_id in (told[1], *world.peers.keys() - told)]
+    of_step = [signed_rounds(world.peers[peer_id].peer.ledger)[1] for peer_id in (told[1], *world.peers.keys() - told)]
     assert len(set(of_step)) == 2
     totals = merged(peers, random.Random(seed))
     assert totals == merged(peers, random.Random(seed + 1))
@@ -115,7 +116,7 @@ def more_for_itself(joins: Any, leader: int) -> list[ledger_pb.SignedByPeer]:
     ("lie", "reason"),
     [
         (lambda joins, _leader: [*entries_of(joins), entries_of(joins)[0]], "a round has a peer twice"),
-        (more_for_itself, "the round credits peers with more than they came with"),
+        (more_for_itself, "the round credits peers with more samples than they had"),
         (lambda _joins, _leader: [], "the ledger lacks step|has credited this peer with 0 samples"),
     ],
 )
@@ -235,7 +236,7 @@ async def test_who_gives_wrong_rounds_is_not_asked_again(caplog: pytest.LogCaptu
 
     async def lying(peer_id: str, _request: pb.RoundsRequest) -> pb.RoundsReply:
         asked.append(peer_id)
-        rounds = [bytearray(data) for data in peers[0].peer.ledger.rounds()]
+        rounds = [bytearray(data) for data in signed_rounds(peers[0].peer.ledger)]
         rounds[0][-20] ^= 1  # of a signature
         return pb.RoundsReply(rounds=map(bytes, rounds), has_more=True)
 

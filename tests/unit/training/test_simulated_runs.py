@@ -23,7 +23,7 @@ from swarm_training.ledger.ledger import UserTotal
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress import policy
 from tests.marks import IN_VIRTUAL_TIME, in_tiers
-from tests.unit.training.ledger.members import summed
+from tests.unit.training.ledger.members import signed_rounds, summed
 from tests.worlds.identities import identity
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done, enter_all, require_equal_steps, simulate
 
@@ -130,7 +130,7 @@ def require_credited(peers: list[SimulatedPeer], victim: SimulatedPeer) -> None:
 
 def merged(peers: list[SimulatedPeer], rng: random.Random) -> dict[str, UserTotal]:
     """The totals of all rounds that they have, in any order."""
-    rounds = [data for peer in peers for data in peer.peer.ledger.rounds()]
+    rounds = [data for peer in peers for data in signed_rounds(peer.peer.ledger)]
     rng.shuffle(rounds)
     return summed("toy", peers[0].peer.ledger.limits, None, rounds)
 

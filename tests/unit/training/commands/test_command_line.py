@@ -36,7 +36,7 @@ from swarm_training.pb.training_ledger_pb2 import SignedByPeer
 from swarm_training.reports.scalars import scalars_of
 from swarm_training.runfile.reading import read_run_file
 from tests.quick_keys import new_identity
-from tests.unit.training.ledger.members import ADA
+from tests.unit.training.ledger.members import ADA, signed_rounds
 from tests.unit.training.ledger.members import ORGANISER as MEMBERS
 from tests.unit.training.ledger.test_ledger import a_round, round_of
 from tests.unit.training.ledger.test_ledger import entry as contribution
@@ -338,7 +338,11 @@ def test_a_ledger_in_a_file_is_summed_from_what_is_valid_in_it(
     archive = Archive(tmp_path / "run.ledger")
     forged = SignedByPeer.FromString(a_round(3))
     forged.content = forged.content.replace(b"run", b"run", 1)[:-1] + b"\x33"
-    for data in (*a_ledger().rounds(), forged.SerializeToString(), round_of(contribution(ADA, 1, run="x"), run="x")):
+    for data in (
+        *signed_rounds(a_ledger()),
+        forged.SerializeToString(),
+        round_of(contribution(ADA, 1, run="x"), run="x"),
+    ):
         archive.append(data)
     capsys.readouterr()
     command_line.main(["ledger", str(path), "--file", str(archive.path), "--json"], Network().backend())

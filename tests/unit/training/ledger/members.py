@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role, SwarmKey
 from swarm_protocol.net.identity import Identity
-from swarm_training.ledger.ledger import Ledger, LedgerLimits, UserTotal
+from swarm_training.ledger.ledger import FIRST, Ledger, LedgerLimits, UserTotal
 from tests.quick_keys import new_identity
 
 NOW = 1_800_000_000.0
@@ -39,6 +39,11 @@ def member(name: str, role: Role = Role.TRAINER) -> Member:
 
 ADA, BOB, EVE = member("ada"), member("bob"), member("eve")
 MODERATOR = member("mo", Role.MODERATOR)
+
+
+def signed_rounds(ledger: Ledger) -> list[bytes]:
+    """Return the rounds of the newest steps, oldest first, as signed."""
+    return ledger.lacking(FIRST, b"", 1 << 40)[0]
 
 
 def summed(run: str, limits: LedgerLimits, organiser: SwarmKey | None, rounds: Iterable[bytes]) -> dict[str, UserTotal]:

@@ -10,7 +10,7 @@ import pytest
 
 from swarm_training.ledger.archive import Archive, read_rounds, restored
 from swarm_training.ledger.ledger import UserTotal
-from tests.unit.training.ledger.members import ADA, ORGANISER
+from tests.unit.training.ledger.members import ADA, ORGANISER, signed_rounds
 from tests.unit.training.ledger.test_ledger import LIMITS, a_round, entry, round_of
 
 
@@ -67,7 +67,7 @@ def test_oldest_steps_are_read_first_so_that_none_is_too_old(tmp_path: Path) -> 
     for step in (9, 3, 7, 1):
         archive.append(a_round(step, 1, 1))
     ledger = restored(path, "run", replace(LIMITS, keep_steps=1), ORGANISER.public)
-    assert ledger.totals()["ada"] == UserTotal(4, 4) and len(ledger.rounds()) == 1
+    assert ledger.totals()["ada"] == UserTotal(4, 4) and len(signed_rounds(ledger)) == 1
 
 
 def test_what_is_not_of_this_run_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -142,7 +142,7 @@ def test_what_else_is_no_order() -> None:
     for action, reason in (
         (Ban("../x", ""), "is no peer id: expected one as `swarm train watch` shows"),
         (Ban(EVE.peer_id, "a\nb"), "the reason of a ban is"),
-        (GoBack(-1, 0), "a rollback to step -1"),
+        (GoBack(-1, 0), "the step of a rollback is -1"),
     ):
         with pytest.raises(ValueError, match=reason):
             ModeratorOrder.new("run", action, NOW, 1.0)
