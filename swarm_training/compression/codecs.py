@@ -1,4 +1,4 @@
-"""The codecs of flat vectors: 8, 4, 2, about 1, about a half or about a third of a byte per element."""
+"""The codecs of flat vectors. They take 8, 4, 2, about 1, about a half or about a third of a byte per element."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)  # of the elements in a 
 class Codec:
     """An encoding of vectors of n elements as bytes. Vectors are float64 for ``fp64``, float32 for all other codecs.
 
-    Values that are not finite stay not finite; in ``int8``, ``int4`` and ``2bit``, so does their whole block of 64
-    elements. Finite values beyond the range of ``fp16`` are clamped to it, in ``2bit`` too.
+    Values that are not finite stay so; in ``int8``, ``int4`` and ``2bit`` their whole block of 64 elements becomes not
+    finite. ``fp16`` and ``2bit`` clamp finite values to the range of float16.
     """
 
     def __init__(self, name: str, block_bytes: int, block: int = _BLOCK, dtype: torch.dtype = torch.float32) -> None:
-        """Set the size of a block of ``block`` elements."""
+        """Set the size in bytes of a block of ``block`` elements, and the type of the vectors."""
         self.name = name
         self.dtype = dtype  # the type of the vectors
         self._block, self._block_bytes = block, block_bytes
@@ -81,8 +81,8 @@ class _Int8(Codec):
 
 
 class _Int4(Codec):
-    """A codec of blocks of 64 elements, each one of 15 multiples of a seventh of the block's largest magnitude. All
-    sevenths come first, in float32; then two elements per byte."""
+    """A codec of blocks of 64 elements. Each element is one of 15 multiples, -7 to 7, of a seventh of the block's
+    largest magnitude. All sevenths come first, in float32; then two elements per byte."""
 
     def _encoded(self, flat: Tensor) -> bytes:
         blocks = F.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
@@ -100,8 +100,9 @@ class _Int4(Codec):
 
 
 class _TwoBit(Codec):
-    """A codec of blocks of 64 elements, each a sign and one of two magnitudes of its block: the mean of those above
-    the block's mean, and the mean of the others. All magnitudes come first, in float16; then four elements per byte.
+    """A codec of blocks of 64 elements. Each element is a sign and one of two magnitudes of its block: the mean of the
+    magnitudes above the block's mean magnitude, and the mean of all others. All magnitudes come first, in float16; then
+    four elements per byte.
 
     It loses so much that it needs error feedback, see ``ErrorFeedback``.
     """
@@ -110,7 +111,7 @@ class _TwoBit(Codec):
         n = len(flat)
         blocks = F.pad(flat, (0, -n % _BLOCK)).view(-1, _BLOCK)
         sizes, counts = blocks.abs(), torch.full((len(blocks), 1), float(_BLOCK))
-        counts[-1:] -= -n % _BLOCK
+        counts[-1:] -= -n % _BLOCK  # the padding of the last block is no element of its means
         is_large = sizes > sizes.sum(1, keepdim=True) / counts
         num_large = is_large.sum(1, keepdim=True)
         large = torch.where(is_large, sizes, 0.0).sum(1, keepdim=True) / num_large.clamp_min(1)

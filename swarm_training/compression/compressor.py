@@ -13,8 +13,8 @@ Phases = Generator[Tensor, Tensor, Tensor]  # yields vectors to average, receive
 class Compressor(Protocol):
     """A method to average one gradient by averaging one or several vectors.
 
-    State that follows from means alone is the same on all peers. It changes when the generator returns, but not if the
-    generator is closed before, so that a failed round can be repeated.
+    The state that follows from means alone is the same on all peers. It changes only when the generator of ``phases``
+    returns, so that a round that has failed, and has closed the generator, can be repeated.
     """
 
     def phases(self, gradient: Tensor) -> Phases:

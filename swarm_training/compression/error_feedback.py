@@ -12,8 +12,8 @@ from swarm_training.compression.codecs import Codec
 
 
 class ChunkPlace(NamedTuple):
-    """The place of a chunk: the elements from ``start`` on of a vector of ``length`` elements. ``what``: names the
-    vector, whose successors in later rounds have the same name."""
+    """The place of a chunk: it begins at element ``start`` of a vector of ``length`` elements. ``what``: the name of
+    the vector; the corresponding vectors of later rounds have the same name."""
 
     what: str
     start: int
@@ -21,17 +21,17 @@ class ChunkPlace(NamedTuple):
 
 
 class ErrorFeedback:
-    """An encoder that adds to each chunk what was lost of the same elements before.
+    """An encoder that adds to each chunk the error of the same elements: what earlier rounds have lost of them.
 
-    The errors change in ``commit`` alone, for the chunks that were counted. A chunk that is encoded again in the same
-    round, for another peer, starts from the same errors. Errors belong to elements, so that rounds may cut a vector
+    Errors change in ``commit`` alone, for the chunks that were counted. A chunk that is encoded again in the same
+    round, for another peer, starts from the same errors. Errors belong to elements, so rounds may cut a vector
     differently.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self._errors: dict[str, Tensor] = {}  # by the vector's name: [length]
-        self._pending: dict[ChunkPlace, Tensor] = {}
+        self._pending: dict[ChunkPlace, Tensor] = {}  # the errors after this round, if it counts
 
     def encode(self, place: ChunkPlace, chunk: Tensor) -> bytes:
         """Encode a chunk, [n] float32, plus its error. Errors that are not finite are dropped."""
@@ -45,14 +45,14 @@ class ErrorFeedback:
         """Return a chunk, [n] float32, plus its error, for a sum that takes it without encoding: nothing is lost."""
         corrected = self._corrected(place, chunk)
         if corrected is not chunk:
-            self._pending[place] = torch.zeros(len(chunk), dtype=chunk.dtype)
+            self._pending[place] = torch.zeros(len(chunk), dtype=chunk.dtype)  # the sum has taken the whole error
         else:
             self._pending.pop(place, None)  # it may have been encoded before, for another peer
         return corrected
 
     def commit(self, counted: Collection[ChunkPlace]) -> None:
-        """Remember what the round, which succeeded, has lost of the chunks in ``counted``. The errors of all other
-        chunks stay."""
+        """Record that the round has succeeded. Its losses replace the errors of the chunks in ``counted``. The errors
+        of all other chunks stay."""
         for place, lost in self._pending.items():
             if place not in counted:
                 continue
@@ -67,7 +67,7 @@ class ErrorFeedback:
         self._errors, self._pending = {}, {}
 
     def rollback(self) -> None:
-        """Discard the losses of the round, which failed."""
+        """Discard the losses of this round, because it has failed."""
         self._pending = {}
 
     def _corrected(self, place: ChunkPlace, chunk: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from swarm_training.numerics.reproducible import orthonormal, outer_sum
 
 
 class PowerSGD:
-    """A compressor of each matrix M [rows, columns] to P Qᵀ: P = mean(M Q), orthonormalised, and Q = mean(Mᵀ P).
+    """A compressor that replaces each matrix M [rows, columns] by P Qᵀ: P = mean(M Q), orthonormalised, Q = mean(Mᵀ P).
 
     A tensor of more dimensions is a matrix of its first dimension by the rest. Tensors for which rank × (rows +
     columns) is not below their size are averaged as they are. The difference between M and P Qᵀ with this peer's own Q
@@ -22,8 +22,8 @@ class PowerSGD:
     """
 
     def __init__(self, shapes: Sequence[Sequence[int]], rank: int, run: str = "") -> None:
-        """Start with random Q. shapes: the tensors' shapes, in the gradient's order. run: the name that seeds every Q.
-        Raise ValueError if the rank is less than 1."""
+        """Start with random Q. ``shapes``: the tensors' shapes, in the gradient's order. ``run``: the name that seeds
+        every Q. Raise ValueError if the rank is less than 1."""
         if rank < 1:
             raise ValueError(f"a rank of {rank} is too small: expected at least 1")
         self._sizes = [math.prod(shape) for shape in shapes]
@@ -49,6 +49,7 @@ class PowerSGD:
         seconds = (
             dict(zip(own, _like((yield _joined(list(own.values()))), list(own.values())), strict=True)) if own else {}
         )
+        # All peers need the same bits here, hence no `@`. For the errors, which are this peer's own, it will do.
         for i, mean in seconds.items():
             means[i] = outer_sum(bases[i], mean)
         result = _joined(means)
@@ -80,7 +81,8 @@ class PowerSGD:
 
 
 def _uniform(rows: int, columns: int, name: str) -> Tensor:
-    """Return [rows, columns] in [-1, 1), seeded by the name: uniform, unlike normal, numbers are equal everywhere."""
+    """Return [rows, columns] in [-1, 1), seeded by the name. Unlike normal random numbers, uniform ones are the same on
+    every machine."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 

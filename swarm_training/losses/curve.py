@@ -1,8 +1,9 @@
-"""The losses of a run by global step, which lie beside each checkpoint as JSON lines."""
+"""The losses of a run by global step. They are written beside each checkpoint as lines of JSON."""
 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,8 @@ _LARGEST = 1e30
 
 
 class LossCurve:
-    """Losses by name, such as that of training, and by step. Above 4096 points, every second one is left out."""
+    """The losses of a run by name, such as "training", and by step. When a series has more than 4096 points, every
+    second one is dropped."""
 
     def __init__(self) -> None:
         self._series: dict[str, list[Point]] = {}
@@ -26,11 +28,12 @@ class LossCurve:
         return MappingProxyType(self._series)
 
     def add(self, step: int, losses: Mapping[str, float | None]) -> None:
-        """Add the losses of a step, in place of those of that step and later ones. ``None``, losses that are not finite
-        and those beyond 10³⁰ are no points."""
+        """Add the losses of a step. They replace the losses of this step and of later ones. ``None``, losses that are
+        not finite and those beyond 10³⁰ are left out."""
         for name, loss in losses.items():
             if loss is not None and abs(loss) <= _LARGEST:
-                points = [point for point in self._series.get(name, []) if point[0] < step] + [(step, loss)]
+                known = self._series.get(name, [])
+                points = [*known[: bisect_left(known, step, key=lambda point: point[0])], (step, loss)]
                 self._series[name] = points[::2] if len(points) > _MOST_POINTS else points
 
     def discard_after(self, step: int) -> None:
@@ -48,7 +51,7 @@ class LossCurve:
 
     @classmethod
     def parse(cls, text: str) -> LossCurve:
-        """Return the curve of such lines. Raises ValueError if a line is none of them."""
+        """Return the curve that ``json_lines`` has written. Raise ValueError if a line is not one of its lines."""
         curve = cls()
         for number, line in enumerate(text.splitlines(), 1):
             step, losses = _parsed(line, number)

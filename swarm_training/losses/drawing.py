@@ -1,4 +1,4 @@
-"""The drawing of a loss curve as SVG, which browsers show without any other file."""
+"""The drawing of a loss curve as an SVG that needs no other file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUM_STYLES = 3
 
 
 class _Scale:
-    """The way from numbers to pixels along one axis, and its labelled ticks."""
+    """The scale of one axis, from numbers to pixels, and its labelled ticks."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float) -> None:
         low, high = min(values), max(values)
@@ -41,7 +41,7 @@ class _Scale:
 
     def ticks(self) -> Iterator[float]:
         for number in range(round((self._high - self._low) / self._distance) + 1):
-            yield self._low + number * self._distance + 0.0  # which is never -0
+            yield self._low + number * self._distance + 0.0  # the addition turns -0 into 0
 
 
 def draw(curve: LossCurve, run: str) -> str:
@@ -69,7 +69,7 @@ def _axes(across: _Scale, upwards: _Scale) -> Iterator[str]:
         yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
         yield f'<text x="{_LEFT - 8}" y="{y}" text-anchor="end" dominant-baseline="middle">{loss:.4g}</text>'
     for step in across.ticks():
-        if step == int(step) and step >= 0:
+        if step == int(step) and step >= 0:  # ticks of a short run lie between steps, or before step 0
             yield f'<text x="{across(step):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{int(step)}</text>'
     yield f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" text-anchor="middle">global step</text>'
 
@@ -84,12 +84,12 @@ def _lines(curve: LossCurve, across: _Scale, upwards: _Scale) -> Iterator[str]:
 
 
 def _path(points: Sequence[Point], across: _Scale, upwards: _Scale) -> str:
-    """Return the points in pixels; a single one twice, because browsers draw no line of one point."""
+    """Return the points in pixels. A single point comes twice, because browsers draw no line of one point."""
     places = [f"{across(step):.1f},{upwards(loss):.1f}" for step, loss in points]
     return " ".join(places if len(places) > 1 else places * 2)
 
 
 def _nice(distance: float) -> float:
-    """Return the next of 1, 2 or 5 × 10ⁿ that is not less."""
+    """Return the least number of the form 1, 2 or 5 × 10ⁿ that is not less than ``distance``."""
     size = 10.0 ** floor(log10(distance))
     return next((factor * size for factor in (1, 2, 5) if factor * size >= distance), 10 * size)

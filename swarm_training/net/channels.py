@@ -1,4 +1,4 @@
-"""Calls to other peers over gRPC. A peer is identified by the TLS certificate that its signed record names."""
+"""Calls to other peers over gRPC. A peer is identified by the TLS certificate whose fingerprint is in its record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swarm_training.pb import training_pb2 as pb
 
 Out = TypeVar("Out")
 In = TypeVar("In")
-_PROBE_TIMEOUT_S = 1.0
+_PROBE_TIMEOUT_S = 1.0  # for a TCP connection to a peer that does not answer calls
 _TRAINING = pb.DESCRIPTOR.services_by_name["Training"]
 
 
@@ -94,7 +94,7 @@ class GrpcNetwork:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return True
-        except (OSError, TimeoutError, ValueError, OverflowError):  # such as an invalid port
+        except (OSError, TimeoutError, ValueError, OverflowError):  # the address comes from a stranger's record
             return False
         writer.close()
         return False

@@ -1,4 +1,4 @@
-"""The way of a process into a run: its DHT node, its calls to other peers, and the service that they call."""
+"""The entrance of a process into a run: its DHT node, its calls to other peers, and the service that they call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm_training.net.channels import GrpcNetwork
 from swarm_training.progress.board import DhtPeerRegistry
 
 _LOOPBACK = "127.0.0.1"
-_GRACE_S = 0.2
+_GRACE_S = 0.2  # for calls that are under way when the server stops
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,8 @@ class RunMembership(SwarmAccess):
         host: str | None = None,
         board: DhtPeerRegistry | None = None,
     ) -> tuple[DhtPeerRegistry, GrpcNetwork]:
-        """Join as ``join`` does, or use a given ``board``, which stays open. Return the board and the network.
-
-        Both close with ``resources``: the network first.
-        """
+        """Join as ``join`` does, or use a given ``board``. Return the board and the network. ``resources`` closes the
+        network and then the board, but leaves a given board open."""
         if board is None:
             board = await self.join(run, config, host)
             resources.push_async_callback(board.close)

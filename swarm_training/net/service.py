@@ -48,6 +48,8 @@ class _ServedStream(Generic[Out, In]):
 
 
 class TrainingService:
+    """The gRPC service ``Training`` of one peer."""
+
     def __init__(self, handlers: PeerHandlers, access: AccessControl | None) -> None:
         """Serve ``handlers``. ``access``: the access control of a private run; None: any peer may take part."""
         self._handlers = handlers
@@ -80,5 +82,5 @@ class TrainingService:
             await context.write(part)
 
     async def Rounds(self, request: pb.RoundsRequest, context: _Context) -> pb.RoundsReply:
-        peer_id = admitted(context, self._access, Role.CLIENT)  # every member may sum up contributions
+        peer_id = admitted(context, self._access, Role.CLIENT)  # any member may sum up contributions, trainers or not
         return await self._handlers.rounds(peer_id, request)

@@ -12,7 +12,7 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor) -
     """Return the v at which Σ w_i clip(x_i − v) = 0, where clip(d) = d min(1, τ/|d|).
 
     It is the fixed point of v += Σ w_i clip(x_i − v) / Σ w_i. Each step here is that one, multiplied by
-    Σ w_i / Σ w_i min(1, τ/|x_i − v|): this reaches the same point in fewer steps (Weiszfeld). The iteration ends when
+    Σ w_i / Σ w_i min(1, τ/|x_i − v|), which reaches the same point in fewer steps (Weiszfeld). The iteration ends when
     the original step would be shorter than 1e-5 τ. Vectors that are not finite do not count.
 
     Args:
@@ -34,6 +34,7 @@ def centered_clip(vectors: Tensor, weights: Tensor, tau: float, start: Tensor) -
     v = start.double()
     for _ in range(_MAX_ITERATIONS):
         difference = x - v
+        # A vector at v itself has the distance 0, and is not clipped.
         clipped_weights = w * (tau / difference.norm(dim=1).clamp_min(1e-300)).clamp_max(1.0)
         step = clipped_weights @ difference
         v = v + step / clipped_weights.sum()

@@ -1,4 +1,4 @@
-"""Sums, norms and orthogonalisation that give the same bits for any number of threads, vector width or device.
+"""Sums, norms and orthogonalisation that give the same bits with any number of threads, vector width or device.
 
 Floating-point addition is not associative, so torch's reductions differ in the last bits between machines, and peers
 that must stay bit-identical cannot use them. Here every term is rounded to a multiple of one power of two. The sum is
@@ -15,11 +15,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_SUM_BITS = 62  # of the 64 of an int64, with room for the sign
+_SUM_BITS = 62  # a sum stays below 2^62, so that an int64 holds it
 _CHUNK = 1 << 20  # elements converted to float64 at a time
 _MOST_SHIFT = 1000  # of a scale that is a power of two: a float64 has no more than 2^1023
 _LARGEST = 2.0**400  # of elements, so that no sum of squares overflows
-_VANISHED = 1e-6  # relative: a smaller rest of a column is only rounding
+_VANISHED = 1e-6  # a rest of a column that is smaller, relative to the column, is only rounding
 
 
 def power(base: float, exponent: int) -> float:
@@ -89,7 +89,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 
 def outer_sum(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right.T, [n, m], of [n, r] and [m, r]: the columns' outer products, added in their order."""
+    """Return left @ right.T, [n, m], of [n, r] and [m, r], as the sum of the columns' outer products in their order."""
     product = left[:, :1] * right[:, 0]
     for column in range(1, left.shape[1]):
         product += left[:, column : column + 1] * right[:, column]

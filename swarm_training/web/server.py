@@ -30,14 +30,14 @@ class WatchServer:
     """The server of one run's page, in threads of its own.
 
     Attributes:
-        url: where a browser finds the page.
-        is_local: only this machine reaches the page. Requests must then name its loopback as their host, which keeps
-            out pages that a browser has loaded from other sites.
+        url: the URL of the page.
+        is_local: whether only this machine reaches the page. Requests must then name its loopback as their host, which
+            keeps out pages that a browser has loaded from other sites.
     """
 
     def __init__(self, address: str) -> None:
-        """Listen at an address, ``HOST`` or ``HOST:PORT``; port 0 takes any that is free. Raise ValueError if the
-        address is none, or it cannot be listened at."""
+        """Listen at an address, ``HOST`` or ``HOST:PORT``; port 0 stands for any free port. Raise ValueError if
+        ``address`` is no address, or nobody can listen there."""
         host, port = _split(address)
         self.is_local = is_loopback_host(host)
         self._bodies: Mapping[str, Body] = {
@@ -55,11 +55,11 @@ class WatchServer:
         self._thread.start()
 
     def body(self, path: str) -> Body | None:
-        """Return the body at a path; None: there is nothing."""
+        """Return the body at a path; None if there is none."""
         return self._bodies.get(path)
 
     def show(self, view: RunView, facts: Mapping[str, Any]) -> None:
-        """Show a view from now on. ``facts``: the same as values for JSON."""
+        """Show this view until the next call. ``facts``: the same view as values for JSON."""
         self._curve.discard_after(view.step)
         self._curve.add(view.step, {TRAINING: view.loss})
         if view.held_out is not None:
@@ -67,7 +67,7 @@ class WatchServer:
         bodies = {**self._bodies, "/view.json": ("application/json", json.dumps(facts).encode())}
         if self._curve.series:
             bodies["/loss.svg"] = (_SVG, draw(self._curve, view.run).encode())
-        self._bodies = bodies  # in one assignment, because other threads read it
+        self._bodies = bodies  # one assignment, because the threads of requests read it at any time
 
     def close(self) -> None:
         self._server.shutdown()
@@ -76,7 +76,7 @@ class WatchServer:
 
 
 def _split(address: str) -> tuple[str, int]:
-    if address.endswith(":0"):
+    if address.endswith(":0"):  # which `split_address` refuses
         return split_address(address[:-2], 0)
     return split_address(address, _DEFAULT_PORT)
 
@@ -132,7 +132,7 @@ _POLICY = (
     f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the curve's own style
+_SVG_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the picture has a style of its own
 _HEADERS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
