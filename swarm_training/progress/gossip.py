@@ -117,8 +117,8 @@ class Gossip:
                 self._table.add(record, asyncio.get_running_loop().time())
             except ValueError as error:
                 _logger.debug("ignored a record: %s", error)
-        if len(self._table.known()) > num_known:
-            self.tell()  # so that a peer that was just found is called soon
+        if len(self._table.known()) > num_known:  # a peer that was just found is called soon
+            self.tell()
 
     async def _publish(self) -> None:
         while True:

@@ -198,7 +198,7 @@ class KeptCheckpoints:
 
     def _open(self, path: Path, digest: bytes) -> StateFile | None:
         others = path.parent.glob(f"*.{digest.hex()}.safetensors")  # renamed by another process
-        for each in (path, *others):
+        for each in dict.fromkeys((path, *others)):  # a damaged file is read once, although its name is in both
             with suppress(OSError):
                 data = StateFile.open(each)
                 if self._digest_of is None or is_state(data, digest, self._digest_of):

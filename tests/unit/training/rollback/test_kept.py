@@ -149,6 +149,15 @@ def test_what_is_damaged_is_not_read(harm: Callable[[Path], object], tmp_path: P
     assert kept.read(sha(b"state")) is None
 
 
+def test_a_damaged_file_is_read_once_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept = lasting(tmp_path)
+    kept.keep(1, sha(b"state"), StateFile.of(b"state"))
+    (path,) = stored_in(tmp_path)
+    path.write_bytes(b"stat")
+    assert kept.read(sha(b"state")) is None
+    assert caplog.messages == [f"the checkpoint {path} is damaged, and is not used"]
+
+
 def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
     kept = KeptCheckpoints(0, 2, tmp_path)
     assert not kept.is_due(0) and list(tmp_path.iterdir()) == []
