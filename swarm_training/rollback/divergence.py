@@ -15,7 +15,7 @@ from swarm_training.core.config import RollbackPolicy
 
 @dataclass(frozen=True)
 class LossHistory:
-    """The losses since the run began, or last went back."""
+    """The losses since the run began, or since it last went back."""
 
     usual: tuple[float, ...] = ()  # the last losses that were not too high
     num_high: int = 0  # the number of steps in a row, up to now, whose loss was too high
@@ -30,16 +30,17 @@ class Diverged:
 
     @property
     def wanted_step(self) -> int:
-        """Return the last step whose checkpoint is good: the state of ``first_step`` already had the wrong loss. There
-        is none before the beginning of a run, step 0."""
+        """Return the last step whose checkpoint is good: the state of ``first_step`` already had the wrong loss. No
+        checkpoint is older than the beginning of a run, step 0."""
         return max(self.first_step - 1, 0)
 
 
 def observe(
     policy: RollbackPolicy, history: LossHistory, step: int, loss: float
 ) -> tuple[LossHistory, Diverged | None]:
-    """Return the new history, and a divergence if there is one. ``loss``: the loss of the batch of ``step``, before the
-    step. If a run goes on although it has diverged, for lack of a checkpoint, the next high loss shows it again."""
+    """Return the new history, and a divergence if there is one. ``loss``: that of the batch of ``step``, before the
+    step. A run may have to go on although it has diverged, for lack of a checkpoint. Then the next high loss shows the
+    divergence again."""
     is_high = len(history.usual) >= policy.warmup and loss > median(history.usual) + policy.margin
     if isfinite(loss) and not is_high:
         return LossHistory((*history.usual, loss)[-policy.window :]), None

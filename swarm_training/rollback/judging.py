@@ -59,7 +59,7 @@ def proposal(
     records in the joins.
 
     An order that cannot be carried out, because no checkpoint is that old, blocks neither other orders nor losses. If
-    no member has a gradient (all losses may be NaN) and no checkpoint is agreed on, the batch is dropped. The run then
+    no member has a gradient (all may be NaN) and the members agree on no checkpoint, the batch is dropped: the run
     "goes back" to where it stands.
     """
     wanted = [(order, judge.orders[order]) for order in judge.due(moment)]
@@ -114,6 +114,7 @@ def is_justified(
             return False
         diverged = judge.diverged(moment, evidence)
         wanted = None if diverged is None else diverged.wanted_step
+    # The present step is allowed too: the batch is dropped, see ``proposal``.
     return wanted is not None and (go_back.step <= wanted or go_back.step == moment.step)
 
 

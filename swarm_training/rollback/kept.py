@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class _Entry:
     """A kept checkpoint and its file.
 
-    ``is_extra``: True if the state is none to go back to, and stays only as long as it is spared.
+    ``is_extra``: whether the run cannot go back to the state, which then stays only as long as it is spared.
     """
 
     kept: Kept
@@ -36,8 +36,8 @@ class _Entry:
 
 
 class KeptCheckpoints:
-    """A store of checkpoints in a new directory of this process, which ``close`` removes, or in a given directory that
-    stays. One thread may keep checkpoints while other threads read them.
+    """A store of checkpoints, in a new directory that ``close`` removes, or in a given directory that stays. One thread
+    at a time may keep checkpoints, while any number of threads read them.
 
     In a directory that stays, a process that is killed at any moment leaves whole files. Processes of one machine may
     share it: what they write is named after its content.
@@ -51,18 +51,19 @@ class KeptCheckpoints:
         stays: bool = False,
         digest_of: Callable[[StateFile], bytes] | None = None,
     ) -> None:
-        """Keep up to ``most`` checkpoints, one every ``every`` steps (0: none). ``directory``: the parent of the new
-        directory, or with ``stays`` the directory itself; None: it is among the temporary files. ``digest_of``: returns
-        the digest of a state, or raises ValueError; with it, a file that is damaged is not read.
+        """Keep up to ``most`` checkpoints, one every ``every`` steps (0: none). Raise ValueError if ``directory``
+        cannot be created, or SwarmError if the directory for temporary files cannot.
 
-        Raises ValueError if ``directory`` cannot be created, or SwarmError if temporary files cannot."""
+        ``directory``: the parent of the new directory, or with ``stays`` the directory itself; None: the new directory
+        is among the temporary files. ``digest_of``: returns the digest of a state, or raises ValueError; if it is
+        given, files are verified before they are read."""
         self._every = every
         self._most = most
         self._parent = scratch_directory() if every and directory is None else directory
         self._directory = directory if stays else None
         self._stays = stays
         self._digest_of = digest_of
-        self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed
+        self._kept: dict[int, _Entry] = {}  # by step, ascending; replaced, never changed, as other threads read it
         self.spared: frozenset[int] = frozenset()  # the steps of the last call of ``spare``
         if every and directory is not None:
             try:
@@ -82,8 +83,8 @@ class KeptCheckpoints:
         return self._every > 0 and step % self._every == 0
 
     def spare(self, steps: Collection[int]) -> None:
-        """Let the checkpoints of these steps stay, however old they are, in place of the steps of an earlier call. Call
-        it where checkpoints are kept."""
+        """Let the checkpoints of these steps stay, however old they are. Those of an earlier call are no longer spared.
+        Call this in the thread that keeps checkpoints."""
         if self.spared != (spared := frozenset(steps)):
             self.spared = spared
             self._replace(self._staying(self._kept))
@@ -94,7 +95,7 @@ class KeptCheckpoints:
         return None if entry is None else entry.kept
 
     def keep(self, step: int, digest: bytes, data: StateFile, lineage: Lineage = NEW_STATE) -> None:
-        """Keep a state. Raises OSError if it cannot be written."""
+        """Keep a state. Raise OSError if it cannot be written."""
         self.keep_written(step, digest, data.write_to, lineage)
 
     def keep_written(
@@ -106,19 +107,21 @@ class KeptCheckpoints:
         *,
         is_extra: bool = False,
     ) -> None:
-        """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. ``is_extra``: the
-        state is none to go back to, and stays as long as it is spared. Raises OSError if writing fails."""
+        """Keep a state, unless it is kept already. ``write``: writes all of the state to a file. ``is_extra``: whether
+        the run cannot go back to the state, which then stays as long as it is spared. Raise OSError if writing fails.
+        """
         known = self._kept.get(step)
         if known is not None and known.kept.state_digest == digest and (is_extra or not known.is_extra):
             self.mark(step, lineage.rollbacks, lineage.skipped_batches)
             return
         kept = Kept(step, digest, lineage)
         self._replace(self._staying({**self._kept, step: _Entry(kept, self._written(kept, write), is_extra)}))
+        # While this process keeps fewer, older files stay: another process that shares the directory may keep them.
         if self._stays and len(self.digests()) == self._most:
             self._remove_older()
 
     def _staying(self, entries: Mapping[int, _Entry]) -> dict[int, _Entry]:
-        """Return the newest entries, and those that are spared, by step, ascending."""
+        """Return the newest entries and the spared ones, by step, ascending."""
         newest = self._newest(entries)
         return {step: entries[step] for step in sorted(entries) if step in self.spared or step in newest}
 
@@ -126,7 +129,8 @@ class KeptCheckpoints:
         return sorted(step for step, entry in entries.items() if not entry.is_extra)[-self._most :]
 
     def _written(self, kept: Kept, write: Callable[[BinaryIO], object]) -> Path:
-        if self._directory is None or not (self._stays or self._directory.is_dir()):  # the system may clean it away
+        # The operating system may have removed a temporary directory that was not used for long.
+        if self._directory is None or not (self._stays or self._directory.is_dir()):
             if self._parent is not None:
                 self._parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._directory = Path(tempfile.mkdtemp(prefix=".rollback-", dir=self._parent))
@@ -139,20 +143,21 @@ class KeptCheckpoints:
         return path
 
     def mark(self, step: int, rollbacks: int, skipped_batches: int) -> None:
-        """Note that the run is at this checkpoint again, if it is kept, with so many rollbacks and skipped batches."""
+        """Note that the run is at the checkpoint of this step, if it is kept, after so many rollbacks and skipped
+        batches. The file's name changes too."""
         entry = self._kept.get(step)
         if entry is None:
             return
         kept = replace(entry.kept, lineage=Lineage(entry.kept.lineage.born, rollbacks, skipped_batches))
         path = entry.path
-        with suppress(OSError):  # another process that shares the directory has renamed it, for instance
+        with suppress(OSError):  # for instance, another process that shares the directory has renamed the file
             path = path.replace(path.with_name(file_name(kept)))
         self._kept = {**self._kept, step: _Entry(kept, path, entry.is_extra)}
 
     def adopt(self, step: int, digest: bytes) -> None:
         """Take over the checkpoints that an earlier process has left in the directory, up to the one of this step and
-        digest, at which the run goes on. Later ones are removed, as the run has gone back, and so are those that are
-        neither due nor spared."""
+        digest, at which the run goes on. Later checkpoints are removed, because the run has gone back. Checkpoints that
+        are neither due nor spared are removed too."""
         if not self._stays or self._directory is None:
             return
         files = stored_in(self._directory)
@@ -172,7 +177,8 @@ class KeptCheckpoints:
 
     def adopt_spared(self, moment: Moment) -> None:
         """Take over the checkpoint of this moment, which is spared, if an earlier process has left it in the directory.
-        It is none to go back to. Its file may say more rollbacks than the moment: the run has been there again."""
+        The run cannot go back to it. Its file may name more rollbacks than the moment has: a rollback may have led the
+        run there again."""
         if not self._stays or self._directory is None or moment.step in self._kept or moment.step not in self.spared:
             return
         for path, kept in stored_in(self._directory).items():
@@ -197,7 +203,7 @@ class KeptCheckpoints:
         return None
 
     def _open(self, path: Path, digest: bytes) -> StateFile | None:
-        others = path.parent.glob(f"*.{digest.hex()}.safetensors")  # renamed by another process
+        others = path.parent.glob(f"*.{digest.hex()}.safetensors")  # another process may have renamed the file
         for each in dict.fromkeys((path, *others)):  # a damaged file is read once, although its name is in both
             with suppress(OSError):
                 data = StateFile.open(each)
@@ -220,7 +226,7 @@ class KeptCheckpoints:
         _remove({each.path for each in old.values()} - {each.path for each in kept.values()})
 
     def _remove_older(self) -> None:
-        """Remove the files of steps before all kept ones, which earlier processes have left."""
+        """Remove the files of steps before all kept ones. Earlier processes have left them."""
         assert self._directory is not None
         oldest = min(self.digests())
         files = stored_in(self._directory).items()
@@ -234,14 +240,14 @@ def _remove(paths: Iterable[Path]) -> None:
 
 
 def file_name(kept: Kept) -> str:
-    """Return the name of a checkpoint's file, which says all about it: its step, its lineage and its digest."""
+    """Return the name of a checkpoint's file, which contains its step, its lineage and its digest."""
     lineage = kept.lineage
     numbers = f"{lineage.born}.{lineage.rollbacks}.{lineage.skipped_batches}"
     return f"step-{kept.step:09d}.{numbers}.{kept.state_digest.hex()}.safetensors"
 
 
 def stored_in(directory: Path) -> dict[Path, Kept]:
-    """Return the checkpoints in a directory, by path, as their names say; none if it cannot be read."""
+    """Return the checkpoints in a directory by path, as their names describe them; none if it cannot be read."""
     found = {}
     with suppress(OSError):
         for path in directory.iterdir():
@@ -252,7 +258,7 @@ def stored_in(directory: Path) -> dict[Path, Kept]:
 
 
 def is_state(data: StateFile, digest: bytes, digest_of: Callable[[StateFile], bytes]) -> bool:
-    """Return whether this is the state of this digest. Raises OSError if it cannot be read."""
+    """Return whether ``data`` is the state with this digest. Raise OSError if it cannot be read."""
     try:
         return digest_of(data) == digest
     except ValueError:

@@ -1,7 +1,7 @@
-"""The choice of the checkpoint from which a run starts again. It decides from data alone.
+"""The choice of the checkpoint from which a run starts again. The module decides from data alone.
 
-All peers of a run have ended, and come back one after the other with what is on their disks. Who comes first founds the
-run again, but may have left it early. So it waits for a while, in which the others offer what they have.
+All peers of a run have ended, and come back one after the other with the checkpoints on their disks. The first one
+founds the run again, but may have left it early. It therefore waits for a while, in which the others offer theirs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def moment_of(offer: Kept) -> Moment:
 
 
 def newest_shown(own: Kept, others: Collection[Kept], needs_half: bool) -> Kept:
-    """Return the newest checkpoint of those that peers offer; ``own`` if none is newer.
+    """Return the newest of the checkpoints that peers offer; ``own`` if none is newer.
 
-    A moment that is later counts as newer, whatever its step: after a rollback, the steps before it are undone. Of
-    different states of one moment, the one that most peers offer is returned.
+    Moments decide, not steps: a rollback has undone later steps of earlier moments. Of several states of one moment,
+    return the one that most peers offer.
 
     Args:
         own: the checkpoint of the peer that founds the run again.
         others: one offer of each other peer.
-        needs_half: whether half of all these peers must offer a checkpoint from that moment or a later one. So a few
-            strangers cannot pretend that the run had come further than it has.
+        needs_half: whether half of all these peers must offer a checkpoint from that moment or a later one. Then a
+            few strangers cannot pretend that the run had come further than it has.
     """
     offers = [own, *others]
 

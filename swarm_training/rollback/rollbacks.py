@@ -1,4 +1,4 @@
-"""One peer's part in rollbacks: losses by which it judges, checkpoints that it keeps or fetches from other peers."""
+"""One peer's part in rollbacks: the losses by which it judges, and checkpoints that it keeps or fetches."""
 
 from __future__ import annotations
 
@@ -44,23 +44,21 @@ class Rollbacks:
         fetch: Callable[[Progress, bytes], Awaitable[StateFile]],
         in_thread: InThread,
         rng: random.Random,
-        kept: KeptCheckpoints | None = None,
+        kept: KeptCheckpoints,
     ) -> None:
-        """Use ``fetch`` to ask a peer for the checkpoint with a digest: the data that it returns has that digest.
-        ``in_thread``: calls a function that takes long. ``kept``: a store for checkpoints, instead of a new one."""
+        """Begin without losses. ``fetch``: asks a peer for the checkpoint with a digest, and returns data with that
+        digest. ``in_thread``: calls a function that takes long in another thread."""
         self.history = LossHistory()
         self.went_back_to = 0
-        self.kept = kept or KeptCheckpoints(
-            config.checkpoint_every, config.checkpoints_kept, config.checkpoint_directory
-        )
+        self.kept = kept
         self._policy = config.rollback if config.checkpoint_every else None
         self._orders = orders
         self._fetch = fetch
         self._in_thread = in_thread
         self._rng = rng
         self._fetching: dict[bytes, asyncio.Task[StateFile | None]] = {}  # by digest
-        self._futile: set[bytes] = set()  # orders that were not carried out when they were due
-        self._has_diverged = False
+        self._futile: set[bytes] = set()  # orders that a meeting has not carried out: no reason to meet early again
+        self._has_diverged = False  # whether the warning of the present divergence has been given
 
     def judge(self, moment: Moment) -> RollbackJudge:
         return RollbackJudge(self._policy, self.history, self._orders.rollbacks_due(moment.rollbacks))
@@ -70,8 +68,9 @@ class Rollbacks:
         return [pb.Checkpoint(step=step, state_digest=digest) for step, digest in self.kept.digests().items()]
 
     def cannot_wait(self, view: LocalView) -> bool:
-        """Return whether to meet before the batch is complete. Either most peers lose their gradients to infinite
-        losses, so that the batch never completes, or a moderator has ordered a rollback and this peer leads."""
+        """Return whether to meet before the batch is complete, for one of two reasons. Most peers lose their gradients
+        to infinite losses, so that the batch never completes. Or a moderator has ordered a rollback, and this peer
+        leads."""
         peers = view.at(view.own.moment)
         losses = [peer.loss if peer.loss_samples else None for peer in peers]
         is_lost = self._policy is not None and agreed_loss(losses) == inf
@@ -82,13 +81,13 @@ class Rollbacks:
         return bool(self.kept.digests()) and (is_lost or leader_of(view) is view.own)
 
     async def checkpoint(self, group: Group, own: Progress, roster: Sequence[str], view: LocalView) -> StateFile | None:
-        """Return the state that a group goes back to, if that is justified; None: this peer has that state already.
-        Raise RequestRejected if the rollback is not justified, or its checkpoint differs from this peer's;
-        PeerUnavailable if no peer gives the checkpoint."""
+        """Return the state to which a group goes back; None if this peer is in that state already. Raise
+        RequestRejected if the rollback is not justified, or its checkpoint differs from this peer's; PeerUnavailable if
+        no peer gives the checkpoint."""
         go_back = group.go_back
         assert go_back is not None
         if go_back.order:
-            self._orders.take([go_back.order])
+            self._orders.take([go_back.order])  # gossip may not have brought it to this peer yet
         evidence = [read_signed(record) for record in go_back.losses]
         if not is_justified(self.judge(group.moment), group.moment, go_back, evidence, roster, view.gone):
             raise RequestRejected("the leader wants to go back without a reason")
@@ -140,6 +139,7 @@ class Rollbacks:
         self._has_diverged = diverged is not None
 
     def went_back(self, group: Group) -> None:
+        """Note that the run has gone back as the group has decided."""
         go_back = group.go_back
         assert go_back is not None
         self.took_over(LossHistory(), go_back.step)

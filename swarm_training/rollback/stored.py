@@ -1,7 +1,7 @@
 """The checkpoints of all stages that earlier processes of this machine have left on its disk.
 
-``DIRECTORY/stage-1`` has those of stage 1, written by its peers, and ``DIRECTORY/stage-1/before`` those of the stage
-before, of which the same peers keep copies.
+``DIRECTORY/stage-1`` has the checkpoints of stage 1, written by its peers. ``DIRECTORY/stage-1/before`` has those of
+the stage before, of which the same peers keep copies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def copies_directory(directory: Path, keeper: int) -> Path:
 
 
 class StoredCheckpoints:
-    """The checkpoints on this disk that have been found intact, to be given by digest."""
+    """The checkpoints on this disk that have been found intact, which other peers request by digest."""
 
     def __init__(self, directory: Path | None, digest_of: Callable[[StateFile], bytes]) -> None:
-        """Start with none. ``directory``: see above; None: nothing is there. ``digest_of``: see ``KeptCheckpoints``."""
+        """Start with none. ``directory``: None if there are none. ``digest_of``: see ``KeptCheckpoints``."""
         self.directory = directory
         self._digest_of = digest_of
         self._intact: dict[bytes, Path] = {}
@@ -49,7 +49,7 @@ class StoredCheckpoints:
         return dict(sorted(found.items(), key=lambda item: (-item[1].kept.step, item[1].stage, item[0])))
 
     def check(self, path: Path, digest: bytes) -> bool:
-        """Read a file. Return whether it is the state of this digest; if not, it is renamed, with a warning."""
+        """Return whether a file is the state with this digest. If it is another one, rename the file and warn."""
         try:
             if is_state(StateFile.open(path), digest, self._digest_of):
                 self._intact[digest] = path

@@ -16,6 +16,7 @@ from swarm_training.core.signing import sign
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.progress.policy import LocalView
 from swarm_training.rollback.divergence import LossHistory
+from swarm_training.rollback.kept import KeptCheckpoints
 from swarm_training.rollback.rollbacks import Rollbacks
 from tests.marks import IN_VIRTUAL_TIME
 from tests.unit.training.rollback.test_strangers import group
@@ -38,7 +39,7 @@ async def test_a_checkpoint_that_is_not_needed_any_more_is_fetched_anew_when_it_
 
     config = replace(CONFIG, checkpoint_every=10, rollback=RollbackPolicy())
     orders: Any = SimpleNamespace(rollbacks_due=lambda _rollbacks: {}, take=lambda _orders: None)
-    rollbacks = Rollbacks(config, orders, fetch, at_once, random.Random(0))
+    rollbacks = Rollbacks(config, orders, fetch, at_once, random.Random(0), KeptCheckpoints(10, 2, None))
     own, other = record(0, step=20), record(1, step=20, state=MEETING, loss=inf, loss_samples=1)
     evidence = sign(other, identity(1))
     wanted = Group.parse(group(pb.Rollback(step=10, state_digest=b"d" * 32, losses=[evidence])))
