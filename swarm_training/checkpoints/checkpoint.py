@@ -1,8 +1,8 @@
 """One checkpoint: parameters, optimizer, scheduler and data as of one global step, in a directory of its own.
 
-There are two layouts. A *servable* checkpoint has the files of a Hugging Face model, with what the run needs to go on
-in ``training/``, and the moving average of the weights as a second model in ``averaged/``. A plain one has the
-parameters of any model, under their names.
+There are two layouts. A *servable* checkpoint has the files of a Hugging Face model. Its folder ``training/`` has what
+else the run needs to go on, and ``averaged/`` has the moving average of the weights as a second model. A *plain*
+checkpoint has the parameters of any model, under their names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_LOSSES_BYTES = 4 << 20
 _PLAIN_VERSION, _SERVABLE_VERSION = 1, 2
 _MAX_FACTS_BYTES = 64 << 20  # with the structure of an optimizer's state: some 100 bytes for each parameter
 _KINDS: Mapping[type, str] = {str: "a string", dict: "an object", list: "a list"}
-_SAID = ("run", "step", "rollbacks", "data", "config")  # in the facts of both layouts
+_SAID = ("run", "step", "rollbacks", "data", "config")  # fields that are in the facts of both layouts
 _MAX_STEP = Expected(0, 1 << 53, whole=True)
 
 
@@ -49,7 +49,7 @@ class Checkpoint:
         step: the number of global steps taken.
         parameters: parameters and buffers, by name.
         optimizer, scheduler: their ``state_dict()``; None: there is none.
-        data: JSON that says where the data of the writing peer go on; other peers have their own.
+        data: JSON that says where the data of the peer that wrote the checkpoint go on; other peers have their own.
         config: JSON that says what was trained and how.
         rollbacks: how often the run had gone back before.
         compressor: the tensors that the run's compressor keeps; only a servable checkpoint has them.
@@ -119,8 +119,8 @@ def _write_plain(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def _write_servable(checkpoint: Checkpoint, servable: ServableModel, directory: Path) -> None:
-    """Write the model's files, and what else there is. Tensors of the optimizer that are in ``averaged/`` already are
-    not written a second time."""
+    """Write the model's files, and the rest of the state. Tensors of the optimizer that are in ``averaged/`` already
+    are not written a second time."""
     facts = _facts(checkpoint, _SERVABLE_VERSION) | {"trained": list(checkpoint.trained)}
     facts["model"] = write_model(directory, servable, checkpoint.parameters)
     averaged = servable.averaged or {}
@@ -155,7 +155,7 @@ def _is_servable(directory: Path) -> bool:
 
 
 def read_facts(directory: Path) -> dict[str, Any]:
-    """Return the facts beside the tensors: run, step, rollbacks and more. Raises CheckpointError if damaged."""
+    """Return the facts beside the tensors: run, step, rollbacks and more. Raise CheckpointError if they are damaged."""
     is_servable = _is_servable(directory)
     path = directory / TRAINING / FACTS if is_servable else directory / FACTS
     expected = _SERVABLE_VERSION if is_servable else _PLAIN_VERSION
@@ -208,7 +208,7 @@ def _read_servable(directory: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_losses(losses: LossCurve, run: str, directory: Path) -> None:
-    """Write the losses of a run and their picture beside checkpoints, if there are any. Raises OSError."""
+    """Write the losses of a run and their picture beside checkpoints, if there are any. Raise OSError if this fails."""
     if losses.series:
         with written_atomically(directory / LOSSES) as partial:
             partial.write_text(losses.json_lines())
@@ -217,7 +217,7 @@ def write_losses(losses: LossCurve, run: str, directory: Path) -> None:
 
 
 def read_losses(directory: Path) -> LossCurve | None:
-    """Return the losses in a checkpoint; None if there are none, or if they are damaged: training needs none."""
+    """Return the losses in a checkpoint; None if there are none, or if they are damaged. Training can do without."""
     path = directory / LOSSES
     try:
         return LossCurve.parse(path.read_text()) if path.stat().st_size <= _MAX_LOSSES_BYTES else None
@@ -255,7 +255,7 @@ def _require_unchanged(directory: Path, name: str, digest: object) -> None:
     except OSError as error:
         raise CheckpointError(f"{directory / path} cannot be read: {error.strerror}") from None
     if found != digest:
-        raise CheckpointError(f"{directory / path} is damaged: its bytes are not those that {FACTS} has the hash of")
+        raise CheckpointError(f"{directory / path} is damaged: its hash is not the one in {FACTS}")
 
 
 def _hash(path: Path) -> str:
@@ -271,6 +271,6 @@ def _tensors(path: Path, digest: str) -> dict[str, torch.Tensor]:
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file, one tensor at a time; tied weights are written twice."""
+    """Write a safetensors file, one tensor at a time. Tied weights are written twice."""
     with path.open("wb") as file:
         safetensors_bytes.write(file, tensors)

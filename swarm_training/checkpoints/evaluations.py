@@ -22,8 +22,8 @@ _LOSS = Expected(-1e300, 1e300)
 
 
 def write_evaluations(directory: Path, run: str, history: EvaluationHistory, best_checkpoint: str | None) -> None:
-    """Write the losses. ``best_checkpoint``: the name of the checkpoint with the lowest one; None: it is not there.
-    Raise ValueError if the directory cannot be written."""
+    """Write the losses. ``best_checkpoint``: the name of the checkpoint with the lowest loss; None: the directory does
+    not have it. Raise ValueError if the directory cannot be written."""
     losses = [
         {"step": each.step, "rollbacks": each.moment.rollbacks, "loss": _finite(each.loss), "samples": each.samples}
         for each in history.losses
@@ -39,8 +39,8 @@ def write_evaluations(directory: Path, run: str, history: EvaluationHistory, bes
 
 
 def read_evaluations(directory: Path, run: str) -> EvaluationHistory:
-    """Return the losses that are there; none if there is no such file, or it is of another run. Raise CheckpointError
-    if the file is damaged."""
+    """Return the losses in the directory; none if it has no such file, or one of another run. Raise CheckpointError if
+    the file is damaged."""
     path = directory / EVALUATIONS
     if not path.exists():
         return EvaluationHistory()

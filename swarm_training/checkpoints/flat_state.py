@@ -1,6 +1,6 @@
 """The state of an optimizer or scheduler as flat named tensors and JSON, from which it is restored bit for bit.
 
-``torch.save`` would do, but its files can run code when they are read.
+``torch.save`` would be simpler, but its files can run code when they are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from swarm_protocol.errors import CheckpointError
 
-# JSON's own values stand for themselves; all else is an object with one of these as its only key.
+# JSON's own values and lists stand for themselves. Everything else is an object with one of these as its only key.
 _TENSOR, _TUPLE, _DICT = "tensor", "tuple", "dict"
 
 
@@ -27,19 +27,20 @@ class FlatState:
 
 def flatten(state: Any) -> FlatState:
     """Flatten nested dicts (keys: str or int), lists, tuples, tensors, numbers, strings, bools and None. Raise
-    ValueError if the state contains something else; the message names its path."""
+    ValueError, which names the path, if the state contains something else."""
     tensors: dict[str, torch.Tensor] = {}
     return FlatState(tensors, _flat(state, "", tensors))
 
 
 def unflatten(flat: FlatState) -> Any:
-    """Return the state that ``flatten`` was given. Raises CheckpointError if the structure is not from ``flatten``."""
+    """Return the state from which ``flatten`` made this one. Raise CheckpointError if no state can have been flattened
+    to it."""
     return _nested(flat.structure, flat.tensors)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state and keep its dtypes: ``load_state_dict`` changes all but that of ``step`` to the parameter's dtype.
-    Raise ValueError if the state is that of other parameters, or of another kind of optimizer."""
+    """Load a state with its dtypes. ``load_state_dict`` of torch alone would change all tensors except ``step`` to the
+    parameter's dtype. Raise ValueError if the state is of other parameters, or of another kind of optimizer."""
     needed = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     if any(not keys <= set(group) for keys, group in zip(needed, optimizer.param_groups, strict=True)):
@@ -69,6 +70,7 @@ def _flat(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if not all(type(key) in (str, int) for key in value):
             raise ValueError(f"the state has a key at {path!r} that is no string or whole number")
+        # Pairs, because keys of JSON objects are always strings, and those of optimizers are often numbers.
         return {_DICT: [[key, _flat(each, f"{path}/{key}".lstrip("/"), tensors)] for key, each in value.items()]}
     if type(value) in (list, tuple):
         items = [_flat(each, f"{path}/{index}", tensors) for index, each in enumerate(value)]

@@ -24,7 +24,7 @@ _Place = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class ServableModel:
-    """The model of a run as transformers knows it: a checkpoint then has its files."""
+    """The model of a run in the form in which transformers writes it into a checkpoint."""
 
     model: PreTrainedModel  # the model whose class, config and generation config are written
     tokenizer: PreTrainedTokenizerBase | None = None  # the tokenizer whose files are written too; None: there is none
@@ -33,7 +33,8 @@ class ServableModel:
 
 
 def is_servable(model: object) -> TypeGuard[PreTrainedModel]:
-    """Return whether transformers can write all weights of this model; it writes only the adapters of some."""
+    """Return whether transformers can write all weights of this model. Of a model with adapters, it writes only
+    these."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:
@@ -42,17 +43,18 @@ def is_servable(model: object) -> TypeGuard[PreTrainedModel]:
 
 
 def place_of(tensor: torch.Tensor) -> _Place:
-    """Return where a tensor lies in memory; tied weights lie in the same place."""
+    """Return the place of a tensor in memory. Tied weights have the same place."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def write_model(directory: Path, servable: ServableModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write a model with these tensors, which have the names of ``model.state_dict()``. Return JSON for ``read_model``.
 
-    transformers writes some families under other names than those of the model, and some tensors in parts.
+    transformers writes the tensors of some families under other names, and some tensors in parts. Then only
+    transformers itself can read them back, which needs a class of its own and one dtype.
 
     Raises:
-        ValueError: transformers cannot give the model back.
+        ValueError: transformers has written another form, and cannot read it back.
     """
     import transformers
 
@@ -77,8 +79,8 @@ def write_model(directory: Path, servable: ServableModel, tensors: Mapping[str, 
 
 
 def read_model(directory: Path, files: Collection[str], how: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that ``write_model`` was given. ``files``: the names of the files that it has written;
-    ``how``: what it has returned. Raise CheckpointError if a file is missing or damaged, or ``how`` is wrong."""
+    """Return the tensors of a model that ``write_model`` has written. ``files``: the names of its files; ``how``: the
+    JSON from ``write_model``. Raise CheckpointError if a file is missing or damaged, or ``how`` is wrong."""
     aliases = how.get("aliases") if isinstance(how, dict) else None
     if aliases is None:
         return _loaded(directory, how)
@@ -97,8 +99,8 @@ def _stored(directory: Path, files: Collection[str]) -> dict[str, StoredTensor]:
 
 
 def _aliases(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> dict[str, str] | None:
-    """Return the stored name of each tensor that is stored under the name of another one, to which it is tied; None if
-    the files have other tensors than the model."""
+    """Return the tied tensors that are not stored under their own names, each with the name under which it is stored.
+    Return None if the files have other tensors than the model."""
     for name, each in stored.items():
         if name not in tensors or (each.shape, each.dtype) != (tuple(tensors[name].shape), tensors[name].dtype):
             return None

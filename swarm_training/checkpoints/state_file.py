@@ -1,7 +1,7 @@
 """The state of a run as a safetensors file, of which no more than one part or tensor is in memory at a time.
 
-A state with its optimizer is several times as large as the weights. So a peer writes it to a file to send it, and
-receives it into a file to load it: the live state stays the only one in memory.
+A state with its optimizer is several times as large as the weights. A peer therefore writes it to a file to send it,
+and receives it into a file to load it: only the live state is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class UnreadableState(SwarmError, OSError):
 
 
 class StateFile:
-    """An open file with a state. The file stays readable if its name is changed or removed, and is closed when nobody
-    uses the state any more. Several threads may read it; they raise UnreadableState if the disk fails. ``size_bytes``:
-    the size of the file."""
+    """An open file with a state. It stays readable if its name is changed or removed, and is closed when this object is
+    collected as garbage. Several threads may read it; they raise UnreadableState if the disk fails. ``size_bytes``: the
+    size of the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Take over a file that is complete."""
@@ -45,7 +45,7 @@ class StateFile:
 
     @classmethod
     def open(cls, path: Path) -> StateFile:
-        """Open a file on disk. Raises OSError if it cannot be read."""
+        """Open a file on disk. Raise OSError if it cannot be read."""
         return cls(path.open("rb", buffering=0))
 
     @classmethod
@@ -54,17 +54,17 @@ class StateFile:
         return cls(io.BytesIO(data))
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the content in the parts in which it travels."""
+        """Yield the content in parts of the size in which it is sent."""
         for start in range(0, self.size_bytes, PART_BYTES):
             yield bytes(self._read(start, min(PART_BYTES, self.size_bytes - start)))
 
     def write_to(self, file: BinaryIO) -> None:
-        """Copy the content to another file. Raises OSError if one of the disks fails, or is full."""
+        """Copy the content to another file. Raise OSError if one of the disks fails, or is full."""
         for part in self.parts():
             write_all(file, part)
 
     def header(self) -> tuple[dict[str, FileTensor], str]:
-        """Return the tensors by name, without their data, and the settings of the optimizer as JSON. Raises ValueError
+        """Return the tensors by name, without their data, and the settings of the optimizer as JSON. Raise ValueError
         if the file is no state."""
         try:
             with self._lock, _readable():
@@ -90,7 +90,7 @@ class StateFile:
     def _read_into(self, start: int, data: memoryview) -> None:
         done = 0
         while done < len(data):
-            with self._lock, _readable():
+            with self._lock, _readable():  # the threads share one position in the file
                 self._file.seek(start + done)
                 count = self._file.readinto(data[done:])  # type: ignore[attr-defined]
                 if not count:
@@ -107,8 +107,8 @@ def _readable() -> Iterator[None]:
 
 
 def temporary_file() -> BinaryIO:
-    """Open a file without a name and a buffer in the directory for temporary files: nothing is left to be written when
-    it is closed, and then it is removed. Raises SwarmError if there is no such directory, or it is full."""
+    """Open a file without a name in the directory for temporary files; closing it removes it. It has no buffer, so that
+    nothing is left to be written when it is closed. Raise SwarmError if there is no such directory, or it is full."""
     try:
         return tempfile.TemporaryFile(buffering=0)
     except OSError as error:

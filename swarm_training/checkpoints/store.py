@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the newest few in a directory, and if wanted a copy of each on the hub."""
+"""The checkpoints of a run: the newest few in a directory, and a copy of each on the hub if that is wanted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CheckpointDirectory:
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,16})", name)))
 
     def write(self, content: Checkpoint, servable: ServableModel | None = None, spared: Collection[int] = ()) -> Path:
-        """Write a checkpoint, unless it is there already. Return its path. Raises ValueError if writing fails.
+        """Write a checkpoint, unless it is there already. Return its path. Raise ValueError if writing fails.
 
         ``servable``: the model of transformers whose files the checkpoint has; None: it has the parameters alone.
         ``spared``: steps whose checkpoints stay beside the newest ones."""
@@ -56,12 +56,12 @@ class CheckpointDirectory:
             shutil.rmtree(self.path(step), ignore_errors=True)
         for partial in self.directory.glob(f"{PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):
-                if partial.stat().st_mtime < time.time() - _LONG_AGO_S:  # of a process that was killed
+                if partial.stat().st_mtime < time.time() - _LONG_AGO_S:  # its process was killed
                     shutil.rmtree(partial, ignore_errors=True)
         return path
 
     def read(self, step: int) -> Checkpoint:
-        """Read the checkpoint of a step. Raises CheckpointError if there is none, or it is damaged."""
+        """Read the checkpoint of a step. Raise CheckpointError if there is none, or it is damaged."""
         if not self.path(step).is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are those of {there}")
@@ -94,8 +94,8 @@ class CheckpointDirectory:
         return None
 
     def _set_aside(self, step: int, why: str = "damaged") -> Path:
-        """Rename a checkpoint that is damaged, or not used for another reason; return its new path. Raises
-        CannotWrite."""
+        """Rename a checkpoint that is damaged, or is not used for another reason; return its new path. Raise
+        CannotWrite if that fails."""
         path = self.path(step)
         free = (path.with_name(f"{why}-{number}-{path.name}") for number in count(1))
         with refusals(path):
@@ -112,33 +112,35 @@ class CheckpointDirectory:
                 )
 
     def discard_undone(self, rollbacks: int, went_back_to: int, spared: Moment | None = None) -> None:
-        """Discard checkpoints that were undone while nobody wrote here, as far as can be known. The run has had
-        ``rollbacks`` rollbacks, the last to step ``went_back_to``. The one of the moment ``spared`` is not undone.
-        Unreadable ones are renamed. Raises CannotWrite."""
+        """Discard checkpoints that rollbacks may have undone while nobody wrote here. The run has had ``rollbacks``
+        rollbacks, the last one to step ``went_back_to``. The checkpoint of the moment ``spared`` stays. Damaged ones
+        are renamed. Raise CannotWrite if this fails."""
         for step in self.steps():
             written = self._facts(step).get("rollbacks")
             if written is None:
                 self._set_aside(step)
             elif spared == Moment(written, step):
                 continue
+            # Of earlier rollbacks than the last one, nobody here knows to which step they went.
             elif written != rollbacks and not (written == rollbacks - 1 and step <= went_back_to):
                 self._discard(step)
 
     def discard_undone_since(self, rollbacks: int, went_back_to: int) -> None:
-        """Discard the checkpoints of steps that the last rollback has undone: this process has seen it, and those that
-        came before. ``rollbacks``, ``went_back_to``: as in ``discard_undone``. Raises CannotWrite."""
+        """Discard the checkpoints of steps that the last rollback has undone, in a process that has seen this rollback
+        and all earlier ones. ``rollbacks``, ``went_back_to``: as in ``discard_undone``. Raise CannotWrite if this
+        fails."""
         for step in self.steps():
             if step > went_back_to and self._facts(step).get("rollbacks", rollbacks) < rollbacks:
                 self._discard(step)
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints of later steps, which the run goes on without, to ``unused-…``; return their new
-        paths. Raises CannotWrite."""
+        """Rename the checkpoints of later steps to ``unused-…``, because the run goes on without them. Return their new
+        paths. Raise CannotWrite if this fails."""
         return [self._set_aside(later, "unused") for later in self.steps() if later > step]
 
     def data_at(self, step: int) -> dict[str, Any]:
-        """Return where the data went on at the checkpoint of this step, or at the newest one if there is none of it;
-        an empty dict if there is no checkpoint."""
+        """Return where the data went on at the checkpoint of this step, or else at the newest checkpoint; an empty dict
+        if there is no checkpoint."""
         steps = self.steps()
         data: dict[str, Any] = self._facts(step if step in steps else steps[-1]).get("data", {}) if steps else {}
         return data
@@ -149,14 +151,14 @@ class CheckpointDirectory:
         return next((curve for curve in curves if curve is not None), LossCurve())
 
     def _facts(self, step: int) -> dict[str, Any]:
-        """Return what ``read_facts`` does; an empty dict if the checkpoint is damaged."""
+        """Return the checkpoint's facts, see ``read_facts``; an empty dict if the checkpoint is damaged."""
         try:
             return checkpoint.read_facts(self.path(step))
         except CheckpointError:
             return {}
 
     def discard_after(self, step: int) -> None:
-        """Discard the checkpoints of later steps, which a rollback has undone. Raises CannotWrite."""
+        """Discard the checkpoints of later steps, which a rollback has undone. Raise CannotWrite if this fails."""
         for later in self.steps():
             if later > step:
                 self._discard(later)
@@ -167,8 +169,8 @@ class CheckpointDirectory:
 
 
 def copy_to_hub(repository: str, directory: Path, content: Checkpoint) -> None:
-    """Copy a checkpoint into a commit of the repository that replaces the one before. Raises CheckpointError if the hub
-    does not take it."""
+    """Copy a checkpoint to the repository, in a commit that replaces the last checkpoint there. Raise CheckpointError
+    if the hub does not take it."""
 
     def failure(error: Exception) -> CheckpointError:
         what = f"the checkpoint of step {content.step} was not copied to {repository} on the hub"
@@ -179,8 +181,8 @@ def copy_to_hub(repository: str, directory: Path, content: Checkpoint) -> None:
 
 
 def upload_to_hub(directory: Path, repository: str, message: str) -> None:
-    """Upload all files in one commit, so that a download gets the whole of a checkpoint, and nothing of earlier ones in
-    the folders that it may lack."""
+    """Upload all files in one commit, so that a download gets a whole checkpoint. Files of earlier checkpoints in the
+    folders ``training`` and ``averaged`` are deleted, because this checkpoint may lack these folders."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -11,17 +11,17 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-PREFIX = ".partial-"  # of a directory that is being written, or was when its process was killed
+PREFIX = ".partial-"  # of the name of a directory that is being written, or was when its process was killed
 
 
 class CannotWrite(ValueError):
-    """The error of a failed write, for example to a full disk or into another user's directory. Nothing that was
+    """The error of a failed write, for example to a full disk or into another user's directory. Nothing of what was
     written is left."""
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory to write into, which takes the place of ``directory`` at the end. A failure leaves nothing.
+    """Yield a new directory to write into, which is renamed to ``directory`` at the end. A failure leaves nothing.
 
     ``directory``: must not exist, or must be empty.
 
@@ -30,9 +30,10 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     """
     with refusals(directory), _partial(directory) as partial:
         yield partial
+        # Before the rename: after a loss of power, a complete name must not stand for incomplete files.
         for path in (*partial.rglob("*"), partial):
             _sync(path)
-        partial.chmod(0o755)
+        partial.chmod(0o755)  # `mkdtemp` has let only this user in
         partial.replace(directory)
         _sync(directory.parent)
 
@@ -50,7 +51,7 @@ def refusals(directory: Path) -> Iterator[None]:
     """Raise CannotWrite for what the operating system refuses while the context is active."""
     try:
         yield
-    except (TimeoutError, BrokenPipeError):  # OSErrors too, but of a network, or of what reads the printed lines
+    except (TimeoutError, BrokenPipeError):  # they come from a network, or from the reader of printed lines
         raise
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -69,7 +70,8 @@ def _partial(directory: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the entries of a directory, to the disk; Windows opens no directories, and does so by itself."""
+    """Write a file, or the entries of a directory, to the disk. Windows cannot open directories, and writes their
+    entries by itself."""
     if os.name != "posix" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)
