@@ -44,10 +44,6 @@ class Outcomes:
         return self._means[number]
 
 
-def nothing() -> None:
-    """Return None in place of a mean."""
-
-
 class DirectAttempt:
     """One member's part in an attempt in which all send their parts directly to the owners; compare ``GridAttempt``.
 

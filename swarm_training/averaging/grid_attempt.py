@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from swarm_training.averaging.attempt import Encode, Outcomes, nothing
+from swarm_training.averaging.attempt import Encode, Outcomes
 from swarm_training.averaging.chunks import Chunk
 from swarm_training.averaging.grid import Grid
 from swarm_training.averaging.sums import ChunkSum
@@ -140,14 +140,14 @@ class GridAttempt:
         """Stop waiting for the means of this owner."""
         if self.is_across(owner):
             for number in self.targets.get(owner, ()):
-                self._outcomes.settle(number, nothing)
+                self._outcomes.settle(number, lambda: None)
 
     def end(self) -> None:
         """Stop waiting for everything that has not arrived."""
         self._end_row()
         self._end_rows()
         for number in self.own:
-            self._outcomes.settle(number, nothing)
+            self._outcomes.settle(number, lambda: None)
 
     def _end_row(self) -> None:
         """Leave out the stragglers of this member's row."""
@@ -166,7 +166,7 @@ class GridAttempt:
     def _lose(self, row: int) -> None:
         for number, final in self._finals.items():
             if row in final.missing:
-                self._outcomes.settle(number, nothing)
+                self._outcomes.settle(number, lambda: None)
 
     def _advance(self, number: int) -> None:
         """Use the row's mean of a chunk once the row is complete. This may complete the chunk."""

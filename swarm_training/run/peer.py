@@ -204,7 +204,11 @@ class TrainingPeer:
         deadline_s = now() + self._config.join_timeout_s
         warning = asyncio.get_running_loop().call_later(_FOUND_SOON_S, self._say_nobody_is_found)
         try:
-            await self._find_some(deadline_s)
+            while not self.table.known():
+                await self.look()
+                if now() > deadline_s:
+                    raise PeerUnavailable(f"nobody trains run {self.own.run!r} among the initial peers")
+                await asyncio.sleep(_RETRY_S)
         finally:
             warning.cancel()
         self.require_same_batch()
@@ -220,13 +224,6 @@ class TrainingPeer:
         _logger.warning(
             "the initial peers know nobody who trains run %r so far: is that its name?", printable(self.own.run, 60)
         )
-
-    async def _find_some(self, deadline_s: float) -> None:
-        while not self.table.known():
-            await self.look()
-            if now() > deadline_s:
-                raise PeerUnavailable(f"nobody trains run {self.own.run!r} among the initial peers")
-            await asyncio.sleep(_RETRY_S)
 
     async def look(self) -> None:
         """Look once for other peers of this run. Raise the errors of ``find_others``, except PeerUnavailable."""
