@@ -183,16 +183,23 @@ class TrainedState:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Set the parameters to their moving averages while the context is active. Before the first step, these are the
-        shared parameters. Raise ValueError if there is no such average."""
+        shared parameters. The state that other peers get does not change. Raise ValueError if there is no average."""
         if not self.average_decay:
             raise ValueError("the run has no average of its weights: expected average_decay in its settings, as 0.999")
-        with _kept(self.parameters):
-            self.restore()
-            with torch.no_grad():
-                for own in self.parameters:
-                    if (average := average_of(self._optimizer, own)) is not None:
-                        own.copy_(average)
-            yield
+        shared = self.shared_parameters
+        try:
+            with _kept(self.parameters) as before:
+                with self._lock, torch.no_grad():
+                    if shared is self.parameters:
+                        self.shared_parameters = before
+                    self.restore()
+                    for own in self.parameters:
+                        if (average := average_of(self._optimizer, own)) is not None:
+                            own.copy_(average)
+                yield
+        finally:
+            with self._lock:
+                self.shared_parameters = shared
 
     def averaged_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Return ``model.state_dict()`` with the moving averages of the parameters; None if there are none."""
@@ -254,12 +261,13 @@ class TrainedState:
 
         def value_of(tensor: Tensor) -> Tensor:
             with self._lock:
-                if self.moment != moment:
+                # The other tensors may have been copied before a step, or before `averaged` replaced the parameters.
+                if self.moment != moment or self.shared_parameters is not shared:
                     raise PeerUnavailable("the run has gone on; ask again")
                 return tensor.detach().to("cpu", copy=True)
 
         with self._lock:
-            moment = self.moment
+            moment, shared = self.moment, self.shared_parameters
             tensors, metadata = self._contents()
         safetensors_bytes.write(file, tensors, {"optimizer": metadata}, value_of)
         return moment
@@ -421,11 +429,11 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 @contextmanager
-def _kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give the parameters back their present values at the end of the context."""
+def _kept(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Give the parameters back their present values, which are yielded, at the end of the context."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
-        yield
+        yield before
     finally:
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):

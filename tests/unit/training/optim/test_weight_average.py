@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_models.checkpoints import safetensors_bytes
+from swarm_protocol.errors import PeerUnavailable
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.compression.compressor import Plain
 from swarm_training.core.moment import Moment
@@ -20,7 +23,7 @@ from swarm_training.optim.by_name import optimizer_by_name
 from swarm_training.optim.local_steps import LocalSteps
 from swarm_training.optim.weight_average import average_of
 from swarm_training.run.saving import load_newest, save_servable
-from swarm_training.run.state import TrainedState
+from swarm_training.run.state import TrainedState, digest_of
 from swarm_training.runfile.settings import OPTIMIZERS
 from tests.marks import IN_VIRTUAL_TIME
 from tests.worlds.runs import CONFIG, SimulatedPeer, World, all_done
@@ -61,6 +64,40 @@ def test_it_is_the_average_of_torch_in_one_process(name: str) -> None:
             torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-7)
             assert not torch.allclose(own, plain, rtol=1e-3)
     assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_joiners_get_the_shared_parameters_while_the_model_has_the_averages() -> None:
+    model = torch.nn.Linear(2, 2)
+    state = averaging(model)
+    train(state, 3)
+    digest = state.digest()
+    with state.averaged():
+        weight = model.weight.detach().clone()
+        for waits in (True, False):
+            assert digest_of(state.snapshot(waits)[1]) == state.digest() == digest
+        with state.averaged():
+            assert state.digest() == digest and torch.equal(model.weight, weight)
+    assert state.digest() == digest and not torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("enters", [True, False], ids=["begins", "ends"])
+def test_a_state_is_not_given_if_the_model_gets_its_averages_while_the_state_is_written(
+    enters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = averaging(torch.nn.Linear(2, 2))
+    train(state, 3)
+    write = safetensors_bytes.write
+    with ExitStack() as stack:
+        if not enters:
+            stack.enter_context(state.averaged())
+
+        def interrupted(*arguments: Any) -> None:
+            stack.enter_context(state.averaged()) if enters else stack.close()
+            write(*arguments)
+
+        monkeypatch.setattr(safetensors_bytes, "write", interrupted)
+        with pytest.raises(PeerUnavailable, match="ask again"):
+            state.snapshot(waits=False)
 
 
 def test_halves_are_narrower_than_their_average() -> None:
