@@ -29,8 +29,7 @@ class Outcomes:
         return self._ready[number].is_set()
 
     def settle(self, number: int, mean: Callable[[], bytes | None]) -> None:
-        """Settle a chunk, unless it is settled already. ``mean`` returns the encoded mean or None, and is called when
-        the mean is needed, once."""
+        """Settle a chunk, unless it is settled. ``mean`` returns the encoded mean or None; it is called once, later."""
         if number not in self:
             self._making[number] = mean
             self._ready[number].set()

@@ -107,8 +107,7 @@ class Group:
         return tuple(loss for loss in found if loss is not None)
 
     def bound(self, digest: bytes) -> bytes:
-        """Return a digest of the average with ``digest`` and of the evaluations. Members that report the same one agree
-        on both."""
+        """Return the digest by which members agree on both the average with ``digest`` and the evaluations."""
         if not self.evaluations:
             return digest
         return sha256(b"".join((digest, *(sha256(each.progress).digest() for each in self.evaluations)))).digest()

@@ -20,8 +20,7 @@ class Rounds:
         self._changed = asyncio.Condition()
 
     async def add(self, new: AveragingRound, accepted: str = "") -> None:
-        """Add a round. ``accepted``: the group whose result this peer holds. It stays, however many groups fail after
-        it."""
+        """Add a round. ``accepted``: the group whose result this peer holds. It stays, though later groups may fail."""
         async with self._changed:
             for group in self._ended:
                 self._groups.pop(group, None)

@@ -33,8 +33,7 @@ def flatten(state: Any) -> FlatState:
 
 
 def unflatten(flat: FlatState) -> Any:
-    """Return the state from which ``flatten`` made this one. Raise CheckpointError if no state can have been flattened
-    to it."""
+    """Return the state that was given to ``flatten``. Raise CheckpointError if ``flat`` does not come from there."""
     return _nested(flat.structure, flat.tensors)
 
 

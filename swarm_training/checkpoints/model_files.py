@@ -33,8 +33,7 @@ class ServableModel:
 
 
 def is_servable(model: object) -> TypeGuard[PreTrainedModel]:
-    """Return whether transformers can write all weights of this model. Of a model with adapters, it writes only
-    these."""
+    """Return whether transformers can write all weights of this model. If it has adapters, only these are written."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel) or getattr(model, "hf_quantizer", None) is not None:

@@ -70,8 +70,7 @@ def _partial(directory: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Write a file, or the entries of a directory, to the disk. Windows cannot open directories, and writes their
-    entries by itself."""
+    """Write a file or a directory's entries to the disk. Windows opens no directories, and writes entries by itself."""
     if os.name != "posix" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -81,8 +81,7 @@ class PowerSGD:
 
 
 def _uniform(rows: int, columns: int, name: str) -> Tensor:
-    """Return [rows, columns] in [-1, 1), seeded by the name. Unlike normal random numbers, uniform ones are the same on
-    every machine."""
+    """Return [rows, columns] in [-1, 1), seeded by the name: uniform, unlike normal, numbers are equal everywhere."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 

@@ -99,14 +99,12 @@ def verify_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
 
 
 def restore_round(data: bytes, organiser: SwarmKey | None) -> RoundContributions:
-    """Parse a round that was verified before, and was kept safe from changes since. Only the organiser's signatures are
-    checked, not those of peers."""
+    """Parse a round that was verified before, and kept safe from changes. Signatures of peers are not checked again."""
     return _round_of(data, organiser, claimed_signer_of)
 
 
 def moment_of(data: bytes, run: str) -> Moment:
-    """Return a round's moment without a check of signatures, which is slow. Raise ValueError if the data is no round of
-    this run."""
+    """Return a round's moment, before time is spent on signatures. Raise ValueError if this is no round of the run."""
     signed = parsed(pb.SignedByPeer, data, MAX_ROUND_BYTES)
     message = parsed(pb.Round, signed.content, MAX_ROUND_BYTES)
     if message.run != run:

@@ -79,8 +79,7 @@ class Ledger:
         return round_ if self.take(data, round_) else None
 
     def restore(self, data: bytes) -> None:
-        """Add a round that was verified before, without a check of peers' signatures. Raise ValueError if it does not
-        fit."""
+        """Add a round that was verified before, see ``restore_round``. Raise ValueError if it does not fit."""
         self.take(data, restore_round(data, self.organiser))
 
     @property
@@ -100,8 +99,7 @@ class Ledger:
         return is_due and not self._is_seen(data, moment)
 
     def take(self, data: bytes, round_: RoundContributions) -> bool:
-        """Add ``round_``, which ``verify_round`` has returned for ``data``. Return whether it adds anything. Raise
-        ValueError if it does not fit."""
+        """Add ``round_``, the verified content of ``data``. Return whether it adds anything. Raise as ``add`` does."""
         step = self._steps.get(round_.moment, _Step())
         digest = digest_of(data)
         if digest in step.seen:

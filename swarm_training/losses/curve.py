@@ -16,8 +16,7 @@ _LARGEST = 1e30
 
 
 class LossCurve:
-    """The losses of a run by name, such as "training", and by step. When a series has more than 4096 points, every
-    second one is dropped."""
+    """The losses of a run by name, such as "training", and by step. Above 4096 points, every second one is dropped."""
 
     def __init__(self) -> None:
         self._series: dict[str, list[Point]] = {}

@@ -124,8 +124,7 @@ class MeetingClient:
     _has_group: bool = False
 
     async def attend(self, join: pb.Join, phases: Phases) -> Averaged | WentBack:
-        """Attend the meeting, and return its decision. ``phases`` yields the vectors to average, and is closed at the
-        end.
+        """Attend the meeting, and return its decision. ``phases`` yields the vectors to average; it is closed at last.
 
         Raises:
             PeerUnavailable: the leader is gone, or silent.

@@ -1,7 +1,4 @@
-"""The DHT keys where the peers of a run find each other: each peer stores its signed record there.
-
-The DHT is slow. Once peers know each other, they exchange records directly, see ``gossip``.
-"""
+"""The DHT keys where the peers of a run find each other's signed records. The DHT is slow, hence also ``gossip``."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ class LocalView:
 
 
 def samples_at(view: LocalView, moment: Moment) -> float:
-    """Return the samples that the peers at a moment have accumulated together towards the next step. Of each peer, at
-    most ``max_samples`` count."""
+    """Return the samples of all peers at a moment towards the next step, of each peer at most ``max_samples``."""
     return view.samples_of(view.at(moment))
 
 
@@ -77,8 +76,7 @@ def is_batch_complete(view: LocalView) -> bool:
 
 
 def _is_exactly_complete(peers: Collection[Progress], own: Progress) -> bool:
-    """Return whether the micro-batches are complete, or this peer must help to hand on a result that may have been
-    decided."""
+    """Return whether the micro-batches are complete, or this peer must hand on a result that may have been decided."""
     if decided := {peer.decided for peer in peers if peer.decided}:
         return own.accepted in decided  # a peer without the result waits until the others have stepped
     parts = (peer.micro_batches for peer in peers)
@@ -107,8 +105,7 @@ def of_usual_model(records: Collection[Progress]) -> list[Progress]:
 
 
 def excluded_by_most(records: Collection[Progress]) -> frozenset[str]:
-    """Return the peers that more than half of the other peers exclude. At least two must, so that no peer can exclude
-    another one alone."""
+    """Return the peers that more than half of the others, and at least two, exclude. No peer can exclude one alone."""
     votes = Counter(peer_id for peer in records for peer_id in set(peer.excludes) - {peer.peer_id})
     ids = {peer.peer_id for peer in records}
     return frozenset(

@@ -167,8 +167,7 @@ class Averager:
             await asyncio.sleep(self._config.poll_s * self._rng.uniform(0.5, 1.0))
 
     def _show_accepted(self) -> None:
-        """Publish the accepted result if counting is exact, so that other peers meet even if the batch is incomplete:
-        the result may have been decided."""
+        """Publish the accepted result if counting is exact: others must meet again, as it may have been decided."""
         digest = self._ballots.accepted.digest
         if self._standing.own.counts_exactly and self._standing.own.accepted != digest:
             self._standing.update(accepted=digest)
@@ -341,8 +340,7 @@ class Averager:
         )
 
     def _has_shrunk(self, view: LocalView) -> bool:
-        """Return whether the batch is no longer complete because peers have left. If another peer waits to meet, a few
-        samples are enough."""
+        """Return whether peers have left so that too few samples remain; any will do if another peer waits to meet."""
         if self._rollbacks.cannot_wait(view):
             return False
         if view.own.counts_exactly:

@@ -58,10 +58,8 @@ _logger = logging.getLogger(__name__)
 
 
 class TrainingPeer:
-    """One peer of a run, used from one event loop. It answers the requests of other peers, see ``PeerHandlers``.
-
-    Methods that the training loop calls are coroutines even if they await nothing: ``PeerCalls`` carries them to the
-    event loop.
+    """One peer of a run, used from one event loop. It answers the requests of other peers, see ``PeerHandlers``. Its
+    methods for the training loop are coroutines even if they await nothing, see ``PeerCalls``.
 
     Attributes:
         downloads: the downloads of states that other peers have.
@@ -478,8 +476,7 @@ class TrainingPeer:
         )
 
     async def loaded(self, downloaded: Downloaded, state_digest: bytes) -> bool:
-        """Record that the state was taken over, if it is the state that most peers had at that moment; return whether
-        it is."""
+        """Record that the state was taken over. Return False, and record nothing, unless most peers had it then."""
         arrival = downloaded.arrival
         with suppress(TimeoutError):  # records of that step may still arrive
             async with asyncio.timeout(self._config.silence_s):

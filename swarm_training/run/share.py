@@ -283,7 +283,7 @@ class LocalShare(GradientAccumulator):
         drift = self._state.drift() if is_whole else None
         yield from super().load()
         now = self._peer.own
-        if (now.moment, now.state_digest) == (before.moment, before.state_digest):  # no state was loaded
+        if (now.moment, now.state_digest) == (before.moment, before.state_digest):  # no state was accepted
             return
         if drift is None or now.moment != replace(before.moment, step=before.step + 1):
             self._inner.forget()

@@ -236,10 +236,9 @@ class TrainedState:
             return self.moment, safetensors_bytes.size_bytes(tensors, {"optimizer": metadata})
 
     def snapshot(self, waits: bool = True) -> tuple[Moment, StateFile]:
-        """Return the moment, and the state in a temporary safetensors file, which cannot contain code.
-
-        ``waits``: whether the next step waits until the file is written. Raise SwarmError if the file cannot be
-        written, or PeerUnavailable if a step that did not wait has changed the state."""
+        """Return the moment, and the state in a temporary safetensors file, which cannot contain code. ``waits``:
+        whether the next step waits until the file is written. Raise SwarmError if the file cannot be written, or
+        PeerUnavailable if the state has changed because a step did not wait."""
         file = temporary_file()
         with undone_on_error(file.close):
             try:
@@ -469,8 +468,7 @@ def require_finite(data: StateFile) -> None:
 
 
 def _read_settings(metadata: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return the optimizer's groups, and the plain values in its state by parameter. Raise ValueError if ``metadata``
-    contains anything else."""
+    """Return the optimizer's groups, and the plain values in its state by parameter. Raise ValueError for others."""
     try:
         plain = json.loads(metadata)
         groups, scalars = plain["groups"], plain["scalars"]

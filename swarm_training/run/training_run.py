@@ -44,8 +44,7 @@ class TrainingRun(Closing):
     or ``zero_grad``.
 
     With ``local`` each peer takes steps of its own. After the target batch, the peers average how far these steps have
-    moved their parameters. Until then, parameters differ from peer to peer; ``shared_parameters`` gives the common
-    ones.
+    moved their parameters. In between, parameters differ; ``shared_parameters`` gives those that are common to all.
     """
 
     def __init__(
@@ -185,9 +184,8 @@ class TrainingRun(Closing):
 
     @property
     def ledger(self) -> dict[str, UserTotal]:
-        """Return samples and rounds by user, most samples first, for all known steps. Each contribution is signed by
-        its peer and countersigned by a leader. A user is the name in a token, or the peer id in a run without an
-        organiser."""
+        """Return samples and rounds by user, most samples first, for all known steps. Contributions are signed by their
+        peers and countersigned by leaders. A user is the name in a token, or the peer id if there is no organiser."""
         return network_loop.call(self._presence.peer.ledger.totals)
 
     def step(self, samples: int, loss: float | None = None) -> None:
@@ -275,8 +273,7 @@ class TrainingRun(Closing):
         return self._state.averaged()
 
     def _join(self, timeout_s: float, resumed_at: Moment | None, earlier: EvaluationHistory) -> None:
-        """Load the state of the run. If the run starts again, first offer this peer's own state, the one of
-        ``resumed_at``."""
+        """Load the state of the run. Before, offer the own state if the run starts again: that of ``resumed_at``."""
         peer = self._presence.peer
         if resumed_at is not None:
             network_loop.run(peer.offer_state(resumed_at, self._state.digest(), earlier))

@@ -89,8 +89,8 @@ def replaced(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], No
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (replaced("model.safetensors", lambda data: data[:-1]), r"model\.safetensors is damaged: its bytes are not"),
-        (replaced("config.json", lambda data: data + b" "), r"config\.json is damaged: its bytes are not"),
+        (replaced("model.safetensors", lambda data: data[:-1]), r"model\.safetensors is damaged: its hash is not"),
+        (replaced("config.json", lambda data: data + b" "), r"config\.json is damaged: its hash is not"),
         (lambda directory: (directory / "config.json").unlink(), r"config\.json cannot be read: No such file"),
         (replaced("training/state.safetensors", lambda data: data[:-1]), r"state\.safetensors is damaged"),
         (replaced("training/checkpoint.json", lambda data: data[:-1]), r"checkpoint\.json is no valid JSON"),
