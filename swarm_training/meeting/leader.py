@@ -225,11 +225,14 @@ class Leader:
             deadline_s=context.deadline_s,
             continues=accepted.group,
             layout=accepted.layout or shares,
-            roster=accepted.roster or sorted(peer for peer in peers if self._joined[peer].record.is_reachable),
+            roster=accepted.roster or self._reachable(peers),
             grid=not accepted.group and needs_grid(shares) and not joined[0].record.counts_exactly,
             go_back=accepted.go_back if accepted.HasField("go_back") else new,
             evaluations=accepted.evaluations if accepted.group else context.evaluations,
         )
+
+    def _reachable(self, peers: Sequence[str]) -> list[str]:
+        return sorted(peer for peer in peers if self._joined[peer].record.is_reachable)
 
     def _advance(self, group: _Averaging, context: LeaderContext, now: float) -> Replies:
         """Return the replies that are due once all living members have reported; none before."""
