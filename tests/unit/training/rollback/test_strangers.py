@@ -17,6 +17,7 @@ from swarm_training.core.config import MAX_MEMBERS, MAX_WINDOW, RollbackPolicy
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import MEETING
 from swarm_training.core.signing import sign
+from swarm_training.meeting.attending import Ballots, WentBack
 from swarm_training.pb import training_pb2 as pb
 from swarm_training.run.transfer.receiving import download, download_checkpoint
 from tests.marks import IN_VIRTUAL_TIME
@@ -109,6 +110,15 @@ def test_a_group_that_goes_back_to_nowhere_is_none(changes: dict[str, Any]) -> N
     assert Group.parse(group(pb.Rollback(**right))).next_moment == Moment(1, 18)
     with pytest.raises(ValueError, match="a group"):
         Group.parse(group(pb.Rollback(**{**right, **changes})))
+
+
+def test_a_rollback_that_a_peer_has_accepted_is_its_result() -> None:
+    """Also where the leader has gone before it said so, and another peer's record confirms it."""
+    ballots, state = Ballots(), StateFile.of(b"state")
+    assert ballots.result is None
+    accepted = Group.parse(group(pb.Rollback(step=18, state_digest=b"d" * 32)))
+    ballots.accept(accepted, b"digest", 0, state=state)
+    assert ballots.result == WentBack(state, b"digest", accepted)
 
 
 async def test_a_member_does_not_go_back_to_another_state_than_its_own_nor_by_losses_that_nobody_signed() -> None:
