@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ SPANS = ("0:2", "2:6")
 
 
 @pytest.fixture
-def taken_over(monkeypatch) -> list[Any]:
+def taken_over(monkeypatch) -> Iterator[list[Any]]:
     """The texts that loops go on with."""
     texts: list[Any] = []
     take_over = GenerationLoop.take_over
@@ -33,7 +34,9 @@ def taken_over(monkeypatch) -> list[Any]:
         return take_over(self, text, *others)
 
     monkeypatch.setattr(GenerationLoop, "take_over", spy)
-    return texts
+    yield texts
+    # pytest keeps this list until ``pair`` has waited for free room, and a text's streamer may refer to its session.
+    texts.clear()
 
 
 @pytest.mark.parametrize(
