@@ -16,7 +16,7 @@ from swarm_protocol.errors import PeerBusy
 from swarm_protocol.failures import undone_on_error
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim
-from swarm_server.engine.session_state import Session
+from swarm_server.engine.session_state import KvState, Session
 from swarm_server.kv.kv_cache import NoRoom
 from swarm_server.kv.kv_rows import KvRow, grow
 from swarm_server.kv.kv_transfer import Stored, as_bytes, pack, unpack
@@ -142,8 +142,7 @@ class Parking:
 
     def _cut(self) -> None:
         """Cut the rows into pieces, the first ones of all rows first."""
-        self._require_open()
-        state, groups = self._session.state, range(len(self._session.layout.groups))
+        state, groups = self._open_state(), range(len(self._session.layout.groups))
         num_known = min(map(len, state.digests), default=0) if state.hashes is not None else 0
         self._pieces, self._num_shared = [], 0
         for page, start in enumerate(range(0, state.length, PAGE_TOKENS)):
@@ -164,11 +163,9 @@ class Parking:
         return known
 
     def _pack(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-        self._require_open()
-        session = self._session
-        rows = session.state.rows
+        rows, layout = self._open_state().rows, self._session.layout
         with torch.inference_mode():
-            return [pack((rows[each.row],), session.layout, each.start, each.end).data for each in pieces]
+            return [pack((rows[each.row],), layout, each.start, each.end).data for each in pieces]
 
     def _hold(self, pieces: Sequence[_Piece], data: Sequence[torch.Tensor]) -> bool:
         return all(self._hold_one(each.key, stored, each.is_shared) for each, stored in zip(pieces, data, strict=True))
@@ -200,9 +197,8 @@ class Parking:
 
     def _rows_with_room(self) -> tuple[tuple[KvRow, ...], int]:
         """Return rows with room for all positions, and how many of the first ones are in the cache already."""
-        self._require_open()
-        session = self._session
-        state, layout, prefix_cache = session.state, session.layout, self._services.engine.prefix_cache
+        session, state = self._session, self._open_state()
+        layout, prefix_cache = session.layout, self._services.engine.prefix_cache
         rows, start = (KvRow.empty(layout),) * session.batch_size, 0
         if self._num_shared and prefix_cache is not None:
             found = [prefix_cache.longest(digests[: self._num_shared]) for digests in state.digests]
@@ -248,10 +244,12 @@ class Parking:
                 states = parked.unpack(stored, room, states)
         self._services.engine.resume(session, rows, states, self._num_shared)
 
-    def _require_open(self) -> None:
-        """Raise PeerBusy if the session has ended meanwhile."""
-        if not self._session.state.rows:
+    def _open_state(self) -> KvState:
+        """Return the session's state. Raise PeerBusy if the session has ended meanwhile."""
+        state = self._session.state  # read once, because the compute thread may close the session at any time
+        if not state.rows:
             raise PeerBusy("the session has ended")
+        return state
 
     def _release(self) -> None:
         held, self._held, self._pieces, self._states = self._held, [], [], []

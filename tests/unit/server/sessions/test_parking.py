@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.net.shares import Caller
 from swarm_protocol.wire.constants import PAGE_TOKENS
 from swarm_server.admission.preemption import Claim
@@ -243,6 +245,31 @@ async def test_a_session_that_ends_while_it_comes_back_or_leaves_holds_nothing(s
         gc.collect()
         assert server.budget.bytes_left == PLENTY
         assert server.offload.can_hold(1 << 30, 1), "nothing is held"
+
+
+class ClosedOnceRead:
+    """A session that the compute thread closes as soon as another thread has read its state."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._generation.session, name)
+        if name == "state" and threading.current_thread() is not threading.main_thread():
+            self._generation.engine.close(self._generation.session)
+        return value
+
+
+async def test_a_session_that_is_closed_while_its_rows_are_cut_stays_as_if_it_had_been_closed_before(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    services: Any = server
+    session: Any = ClosedOnceRead(generation)
+    parking = Parking(services, session, Claim(session.lease, (0.0, 0), Caller("anna")))
+    with pytest.raises(PeerBusy, match="the session has ended"):
+        await parking.park(lambda: True)
+    assert server.offload.can_hold(1 << 30, 1), "nothing is held"
 
 
 async def test_a_session_that_shares_the_pages_of_another_is_parked(stack_of) -> None:
