@@ -66,7 +66,8 @@ def _operand(value: Any, sizes: Sequence[int]) -> StridedAddress:
     """Return the place of a tensor, or of a number as a constant."""
     if isinstance(value, TensorView):
         if value.sizes == () and value.memory.constant is not None:
-            value = value.memory.constant.item()
+            # ``constant`` is the first tensor that was seen in this memory, perhaps another element of it.
+            value = value.memory.constant.as_strided((), (), value.offset).item()
         else:
             _floats(value)
             return _spread(value, sizes)
