@@ -314,6 +314,7 @@ class SpanLoader:
         return SpanRuntime(span, SessionManager(services, config.max_sessions), meter, self._cores)
 
     def _load(self, span: Span) -> Stack:
+        self._offload().close()  # only to see that it works: blocks may take minutes to load, and this is needed then
         gc.collect()  # frees the blocks that were hosted before
         block_index, blocks = self._checkpoint.block_index, frozenset(span)
         self._checkpoint.stored(lambda name: block_index(name) in blocks)  # downloads all missing weights at once

@@ -92,6 +92,20 @@ def test_prompts_are_cut_so_that_the_scores_of_an_index_fit(
         assert loader._chunk_tokens(engine, budget) == expected
 
 
+def test_a_directory_that_keys_and_values_cannot_be_written_to_is_found_before_blocks_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint("llama", tmp_path)
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / "inside"
+    config = ServerConfig(model=str(tmp_path), kv_offload_disk_bytes=1 << 20, kv_offload_directory=directory)
+    monkeypatch.setattr(hosting, "load_parts", lambda *_arguments: pytest.fail("the blocks are loaded"))
+    with CoreShare() as cores:
+        loader = SpanLoader(config, ModelCheckpoint.open(tmp_path), cores, (CPU,), torch.float32, Counters())
+        with pytest.raises(ValueError, match="--kv-offload-dir names another directory"):
+            asyncio.run(loader.load(Span(0, 1)))
+
+
 def test_all_blocks_on_two_devices_that_share_their_rows(tmp_path: Path) -> None:
     save_checkpoint("llama", tmp_path, hidden_size=128, num_key_value_heads=4, intermediate_size=320)
     devices = ("cuda:0", "cuda:1")
