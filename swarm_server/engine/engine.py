@@ -454,7 +454,8 @@ class Engine:
             new = grown.slice(start, length)
             assert new is not None, "new positions have not been dropped"
             self.prefix_cache.add(digest, new)
-        return grown.beginning(length)
+        growth.shorten(length)
+        return growth.rows[0]
 
     def _commit(self, work: Prepared, output: torch.Tensor | None) -> torch.Tensor:
         session, step = work.session, work.step

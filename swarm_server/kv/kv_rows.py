@@ -327,6 +327,13 @@ class Growth:
         for page, row, filled in reversed(self._filled):
             page.filled[row] = filled
 
+    def shorten(self, length: int) -> None:
+        """Cut the grown rows to ``length`` positions, at least as many as they had. Later positions get the room."""
+        self.finish(row.beginning(length) for row in self.rows)
+        ends = {(part.page, part.row): part.end for row in self.rows for part in chain.from_iterable(row.parts)}
+        for page, row, filled in list(self._filled):
+            self.fill(page, row, max(filled, page.pinned[row], ends.get((page, row), 0)))
+
     def finish(self, rows: Iterable[KvRow]) -> None:
         """Replace the rows by the grown ones."""
         self.rows = tuple(rows)

@@ -304,6 +304,26 @@ async def test_a_page_in_the_cache_behind_one_that_was_evicted_takes_no_room_for
     assert last.filled == [3 * PAGE_TOKENS + 1], "the rest goes on where the pages were read back to"
 
 
+async def test_where_pages_cannot_be_read_back_the_row_goes_on_in_the_room_that_was_for_them(
+    stack_of, monkeypatch
+) -> None:
+    server = Server(stack_of("llama"))
+    prompt = torch.randn(1, 4 * PAGE_TOKENS + 1, HIDDEN)
+    first = Generation.open(server.engine, server.budget)
+    server.engine.run([(first.session, first.step(0, hidden=prompt))])
+    server.engine.close(first.session)
+    server.forget_prefixes()
+    read_back, answers = server.prefix_cache.read_back, iter([True, True, False])
+    monkeypatch.setattr(server.prefix_cache, "read_back", lambda digest: read_back(digest) if next(answers) else None)
+    second = Generation.open(server.engine, server.budget, seed=2, reserved=prompt.shape[1])
+    server.positions()
+    (output,) = server.engine.run([(second.session, second.step(0, hidden=prompt, num_wanted=1))])
+    second.check(output, 1)
+    assert server.positions() == {"reused": 2 * PAGE_TOKENS, "prefill": 2 * PAGE_TOKENS + 1}
+    (part,) = second.session.state.rows[0].parts[0]
+    assert part.page.capacity == prompt.shape[1] and part.page.filled == [prompt.shape[1]]
+
+
 async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
     """It would need more room when it came back than it gives."""
     server = Server(stack_of("llama"))
