@@ -13,7 +13,7 @@ from swarm_protocol.net.shares import Caller, Shares
 from swarm_server.admission.pressure import FairShares, Held, Need
 from swarm_server.kv.kv_cache import CacheBudget, Lease, NoRoom
 
-_MOMENT_S = 1e-3
+_MOMENT_S = 1e-3  # a wait with less time left is over, because timers may fire a little early
 _MAX_WAITING = 1024
 _POLL_S = 0.1  # memory may also come back when a tensor is freed, which sends no event
 
@@ -57,8 +57,8 @@ class Applicant:
 class RoomQueue:
     """The queue of sessions that wait for room, the oldest first, so that small requests cannot starve a large one.
 
-    A client reports a session's age. Sessions whose clients would exceed their fair share go last. Sessions of a client
-    that already has its share are passed over until it has less. The class is pure: no clock, no I/O.
+    Clients report how old their sessions are. Sessions whose clients would exceed their fair share go last. Sessions of
+    a client that already has its share are passed over until the client has less. The class is pure: no clock, no I/O.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,10 @@ class RoomQueue:
         return [applicant.client for applicant in self._waiting]
 
     def in_turn(self, shares: FairShares, held: Held) -> list[Applicant]:
-        """Return the applicants by turn. ``held``: bytes of admitted sessions, to which theirs are added."""
+        """Return the applicants by turn.
+
+        ``held``: the bytes of admitted sessions. The method adds the bytes for which the applicants ask.
+        """
         within: list[Applicant] = []
         beyond: list[Applicant] = []
         for applicant in self._waiting:
@@ -145,11 +148,11 @@ class Admission:
         self._sessions = Shares(max_sessions, minimum=1)
         self._queue = RoomQueue()
         self._waiters = Shares(_MAX_WAITING, minimum=1)
-        self._relieved_s = self._looked_s = -inf
+        self._relieved_s = self._looked_s = -inf  # when sessions were last asked for room, and the queue last checked
         self._is_new = True  # something has changed since the queue was last checked
-        self._num_growing = 0
+        self._num_growing = 0  # admitted sessions that wait for more room
         self._changed = asyncio.Event()  # wakes the waiters, which then check the queue again
-        self.connect(lambda need: None, Held, list)
+        self.connect(lambda need: None, Held, list)  # no sessions are connected yet
 
     def connect(
         self, relieve: Callable[[Need], None], held: Callable[[], Held], tenants: Callable[[], list[Caller]]
@@ -176,7 +179,7 @@ class Admission:
         wait_s: float,
         require: Callable[[], None] = lambda: None,
     ) -> Lease:
-        """Wait for room and return a lease; after the lease is closed, the caller must call ``left``.
+        """Wait for room and return a lease. The caller must call ``left`` once it has closed the lease.
 
         Args:
             wanted_bytes: the bytes promised instead of ``size_bytes``, but at most half of the whole room: nobody

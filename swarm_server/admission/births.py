@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 _MOST_CLOCK_S = 1e12  # a clock value beyond this, or NaN, is ignored
-_MOST_OFF_S = (
-    5.0  # the largest difference between a client's clock and the age it reports; the request's travel time counts too
-)
-_MOST_CLIENTS = 1024
+# The largest difference between a client's clock and the age that it reports, with the request's travel time.
+_MOST_OFF_S = 5.0
+_MOST_CLIENTS = 1024  # whose clocks are remembered
 
 
 class Births:
@@ -17,7 +16,8 @@ class Births:
     """
 
     def __init__(self) -> None:
-        self._offsets: dict[str, float] = {}  # of clients' clocks, by peer id; the most recently used one is last
+        # By peer id: this server's clock minus the client's. The most recently used client is last.
+        self._offsets: dict[str, float] = {}
 
     def born_s(self, client: str, arrived_s: float, age_s: float, asked_s: float) -> float:
         """Return the time at which a client first asked for a session.

@@ -46,10 +46,14 @@ class Claim:
         self._can_park: Callable[[], bool] = lambda: False
         self._park: Callable[[], Awaitable[bool]] | None = None
         self._parking: asyncio.Future[bool] | None = None
-        self._gives_room_until_s = self._can_park_from_s = 0.0
+        self._gives_room_until_s = 0.0  # others wait for a session that leaves the cache until then
+        self._can_park_from_s = 0.0
 
     def park_by(self, park: Callable[[], Awaitable[bool]], can_park: Callable[[], bool]) -> None:
-        """Let the session leave the cache by ``park``, which returns whether it has left, while it ``can_park``."""
+        """Let ``park`` take the session out of the cache while ``can_park`` returns True.
+
+        ``park`` returns whether the session has left.
+        """
         self._park, self._can_park = park, can_park
 
     def park(self) -> None:
@@ -80,12 +84,13 @@ class Claim:
         self._is_computing = True
 
     def end(self, used_bytes: Callable[[], int], time_s: float) -> None:
-        """End at ``time_s`` what ``begin`` began. ``used_bytes`` returns the bytes with content, also later."""
+        """Mark the step as computed at ``time_s``. ``used_bytes`` returns the bytes with content, whenever asked."""
         self._is_computing = False
         self._has_begun, self._used_bytes, self._last_s = True, used_bytes, time_s
         self._can_park_from_s = 0.0
 
     def as_tenant(self) -> Tenant:
+        """Return how the session uses its room now."""
         idle_s = 0.0 if self._is_computing else now_s() - self._last_s
         charged, held = self.lease.charged, self.lease.held
         may_try = self._has_begun and not self.closed and not self._is_leaving and now_s() >= self._can_park_from_s
@@ -150,6 +155,7 @@ class Preemption:
         """Let other sessions give room so that this one can grow. Raise the shortage if that would not suffice."""
         if claim.is_preempted or claim.closed:
             raise shortage
+        # While others are still giving room, nobody else is asked: what they give may suffice.
         if not any(other.is_giving_room for other in self._claims) and not self._park_for(claim, shortage):
             seniority = juniors_last(self._admission.shares, self._held(), claim.client, shortage.missing_bytes)
             others = {

@@ -19,15 +19,15 @@ def _location(caller: Caller) -> str:
 
 
 class Held:
-    """The numbers of bytes that sessions hold, by client and by place."""
+    """The numbers of bytes that sessions hold, by client and by address."""
 
     def __init__(self) -> None:
         self.by_client: Counter[str] = Counter()
-        self.by_place: Counter[str] = Counter()
+        self.by_address: Counter[str] = Counter()
 
     def add(self, caller: Caller, size_bytes: int) -> None:
         self.by_client[caller.peer_id] += size_bytes
-        self.by_place[_location(caller)] += size_bytes
+        self.by_address[_location(caller)] += size_bytes
 
 
 class FairShares:
@@ -51,7 +51,7 @@ class FairShares:
         """Return whether the caller exceeds its share, or all callers at its address exceed half of the whole."""
         if held.by_client[caller.peer_id] > self.of(caller):
             return True
-        return len(self._at) > 1 and held.by_place[_location(caller)] > self._capacity / 2
+        return len(self._at) > 1 and held.by_address[_location(caller)] > self._capacity / 2
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def relief(need: Need, tenants: Sequence[Tenant], shares: FairShares) -> Relief:
 def parkable(missing: int, tenants: Iterable[Tenant], shrunk: Sequence[Tenant] = ()) -> tuple[list[Tenant], int]:
     """Return the sessions that have been idle for longest and may leave the cache, and how many bytes are missing then.
 
-    ``shrunk``: the sessions that give back what they do not hold anyway.
+    ``shrunk``: the sessions that give their unused promises back anyway. Parking them frees only what they hold.
     """
     chosen = []
     for tenant in sorted(tenants, key=lambda tenant: tenant.idle_s, reverse=True):
@@ -171,7 +171,10 @@ def _wasteful(missing: int, others: Sequence[Tenant]) -> tuple[list[Tenant], int
 
 
 def _place(need: Need, others: Sequence[Tenant]) -> list[Tenant]:
-    """Return one session that never began, of the client with most of those; after ``TURN_S``, else an idle one."""
+    """Return the one session that gives its place up: it never began, and its client has most such sessions.
+
+    If there is none, return an idle session, once the other has waited for ``TURN_S``; else return an empty list.
+    """
     unused = [tenant for tenant in others if not tenant.has_begun and tenant.idle_s >= UNUSED_S]
     if not unused and need.waited_s >= TURN_S:
         unused = [tenant for tenant in others if tenant.idle_s >= IDLE_S]
@@ -194,7 +197,13 @@ def _those_with_more(missing: int, others: Sequence[Tenant], held: Held, shares:
 def juniors_last(
     shares: FairShares, held: Held, client: Caller, more_bytes: int
 ) -> Callable[[Caller, tuple[float, int]], tuple[bool, float, int]]:
-    """Return a seniority in which clients above their share count as younger; ``client`` wants ``more_bytes``."""
+    """Return a function that gives the seniority of a client's session of some age.
+
+    Sessions of clients above their share count as younger than all others.
+
+    Args:
+        client: the client whose session grows by ``more_bytes``. It is judged by what it will hold then.
+    """
     held.add(client, more_bytes)
     is_over = {client.peer_id: shares.exceeds(client, held)}
     held.add(client, -more_bytes)

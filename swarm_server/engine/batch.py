@@ -82,7 +82,7 @@ class Prepared:
         return blocks.start, *range(blocks.start + 1, min(additions.shape[2] + 1, blocks.end)), blocks.end
 
     def with_addition(self, output: torch.Tensor, block: int) -> torch.Tensor:
-        """Return this block's output for the positions that are computed, with what the step adds to it."""
+        """Return a block's output of the computed positions, with the step's additions to it."""
         additions = self.step.inputs.additions
         if additions is None or block >= additions.shape[2]:
             return output
@@ -104,8 +104,8 @@ class Prepared:
 
     def slots(self, blocks: Span) -> tuple[tuple[Slot, ...], ...]:
         """Return the state slots of each of these blocks."""
-        first = self.session.blocks.start
-        return self.session.layout.slots[blocks.start - first : blocks.end - first] or ((),) * len(blocks)
+        first, slots = self.session.blocks.start, self.session.layout.slots
+        return slots[blocks.start - first : blocks.end - first] or ((),) * len(blocks)  # empty if no block has states
 
     def states_before(self, blocks: Span) -> States:
         if self.state.states is None:
@@ -153,6 +153,7 @@ def positions_seen(batch: list[Prepared]) -> list[int] | None:
             seen += work.lengths
             continue
         counts = mask.sum(-1)
+        # No holes: from the first visible position on, there are as many to the end as the mask leaves visible.
         if not bool((mask.argmax(-1) + counts == work.state.length).all()):
             return None
         seen += counts.tolist()

@@ -99,8 +99,8 @@ def _as_one(steps: Sequence[SessionStep]) -> SessionStep:
 def _contents(step: SessionStep) -> Iterator[torch.Tensor]:
     """Yield the step's content, cut where pictures begin and end: text is the same however it came.
 
-    A position with additions has these too. A position of a run has the digest of the whole run, on whose later
-    positions its keys and values depend.
+    The content of a position includes its additions. If the position is in a run, its content also includes the digest
+    of the whole run, because its keys and values depend on later positions of the run.
     """
     inputs = step.inputs
     content = token_content(inputs.hidden, *positions_and_mask(step))

@@ -91,7 +91,7 @@ class Engine:
             stack.original(index).register_forward_hook(lambda *_call: self.counters.run_block())
         self._patches = Patches(stack)
         self.stateless = StatelessPasses(stack, self._patches)
-        self._token_by_token = False
+        self._token_by_token = False  # until all ways have been tried by steps
         self._layouts: dict[tuple[Span, bool, bool], PageLayout] = {}
         self.ways = Ways()
         self.ways = fastest_ways(stack, self.layout, self._try_rows)
@@ -199,11 +199,14 @@ class Engine:
     def run(self, batch: Sequence[BatchEntry]) -> list[Results]:
         """Compute one step of each session, in one batch; all steps must have equally many new positions.
 
-        Returns for each step the hidden states after the session's last block, [batch, tokens, hidden_size], with the
-        additions that later blocks need (see ``BlockInput.stacked``). A step
-        with ``every_block`` gets those after every block, [blocks, batch, tokens, hidden_size]. A refused step gets its
-        error instead: RequestRejected or PeerBusy. A session whose step failed is unchanged.
-        The outputs of next positions are one tensor [sessions, 1, hidden_size], or a list if some of them are refused.
+        A session whose step fails is unchanged.
+
+        Returns:
+            For each step, the hidden states after the session's last block, [batch, tokens, hidden_size], with the
+            additions that later blocks need (see ``BlockInput.stacked``). For a step with ``every_block``, the hidden
+            states after every block, [blocks, batch, tokens, hidden_size]. For a refused step, its error:
+            RequestRejected or PeerBusy. For next positions, one tensor [sessions, 1, hidden_size], or a list with the
+            outcome of each session if some are refused.
         """
         if not self._token_by_token:
             return self._run(batch)
@@ -228,7 +231,7 @@ class Engine:
                         raise output
                     assert isinstance(output, torch.Tensor)
                     assert session.state.states is not None  # only blocks with states are computed token by token
-                    states = session.state.states.before if not outputs else states
+                    states = session.state.states.before if not outputs else states  # those before the whole step
                     outputs.append(output)
         except (RequestRejected, PeerBusy) as error:
             return error.with_traceback(None)
@@ -290,7 +293,7 @@ class Engine:
     def _prepare(
         self, work: BatchEntry, is_finite: bool
     ) -> Iterator[tuple[Sequence[int], Prepared | RequestRejected | PeerBusy]]:
-        """Yield what is computed together, or an error, with the numbers of the sessions that it is for.
+        """Yield each step that is computed as one, or the error of a session, after the numbers of its sessions.
 
         ``is_finite``: all hidden states are finite; otherwise each step's are checked.
         """
@@ -315,9 +318,9 @@ class Engine:
             yield (number,), found
 
     def _grown_alike(self, positions: NextPositions) -> tuple[list[tuple[list[int], Prepared]], list[int]]:
-        """Prepare the sessions that have room where they end, as nearly all have; those that are alike become one step.
+        """Prepare the sessions that have room where they end, as nearly all have. Those that are alike become one step.
 
-        Return what is prepared, with the numbers of its sessions, and the numbers of the sessions that are left.
+        Return each prepared step with the numbers of its sessions, then the numbers of the sessions that are left.
         """
         contents = [b""] * len(positions)
         if self.prefix_cache is not None:
@@ -430,7 +433,7 @@ class Engine:
     def _with_known_pages(self, session: Session, state: KvState, row: KvRow, digests: Sequence[bytes]) -> KvRow:
         """Return a row followed by the pages of known content, up to the first that is unknown.
 
-        Those that have left the cache are read back to the end of the row, if there is room, and can be shared again.
+        Pages that have left the cache are read back to the end of the row, if there is room, and can be shared again.
         """
         assert self.prefix_cache is not None
         found = self.prefix_cache.longest(digests)

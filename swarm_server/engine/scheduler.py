@@ -28,7 +28,7 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 _DELAY_HALF_LIFE_S = 10.0
 _DELAY_KEPT = 0.9  # weight of the average so far, when a piece of work is added to it
-_ACTIVE_S = 1.0
+_ACTIVE_S = 1.0  # how long a session counts as active after a step
 _PACE_WEIGHT = 0.1  # weight of one batch in the moving average
 _NOBODY = Caller("")
 _FEW_POSITIONS = 32  # rows × positions: a step of up to this size counts as decoding (speculative decoding)
@@ -186,6 +186,7 @@ class Scheduler:
         now_s = time.monotonic()
         self._count_stepped([session], now_s)
         rows, num_tokens, _ = step.inputs.hidden.shape
+        # A first step of several positions is a prompt, however short it is.
         is_short = num_tokens == 1 or (step.start > 0 and rows * num_tokens <= _FEW_POSITIONS)
         is_chunk = step.num_following > 0 or self._queue.is_prompt(session)
         kind = WorkKind.DECODE if is_short and not is_chunk else WorkKind.PREFILL

@@ -36,7 +36,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class RecordPast:
-    """A request that sliding windows keep what a later crop needs: the positions since now, or since the last crop."""
+    """A request that sliding windows keep what later crops need: all positions from now, or from the last crop, on."""
 
 
 HistoryChange = Reorder | Crop | RecordPast
@@ -75,7 +75,7 @@ class KvState:
         can_match: whether all content so far was found in the prefix cache.
         states: the recurrent and convolution states; None before the first position, or if they are not known.
         unhashed: the last steps, whose content is not in ``hashes`` yet because they have not filled a page. A step of
-            one position of text may be its content.
+            one position of text may be replaced by its content.
     """
 
     rows: tuple[KvRow, ...]
@@ -230,6 +230,7 @@ def changed(state: KvState, change: HistoryChange, layout: PageLayout) -> KvStat
 
 
 def cropped(state: KvState, length: int, layout: PageLayout) -> KvState:
+    """Return ``state`` cut to its first ``length`` positions; raise RequestRejected if that is impossible."""
     if length > state.length:
         raise RequestRejected(f"a step begins at position {length}, but the session has {state.length}")
     if length == state.length:

@@ -87,9 +87,10 @@ def _in_place(
 ) -> tuple[Ways, torch.Tensor] | None:
     """Return ways that read keys and values in place, and the outputs of the blocks' own code; None if they differ."""
     tolerance = _tolerance(stack) if layout.in_int8 else _SAME
+    # Rounding inputs to FP8 would make much of small differences, so that no comparison could find mistakes.
     with swapped_weights(_fp8_layers(stack), _with_exact_inputs):
         expected = try_rows(Ways())
-        for attention in (None,) if layout.in_int8 else (attention_kernel(), None):
+        for attention in (None,) if layout.in_int8 else (attention_kernel(), None):  # the kernel reads float32
             ways = Ways(in_place=True, attention=attention)
             if same(try_rows(ways), expected, tolerance):
                 return ways, expected

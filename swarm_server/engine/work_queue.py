@@ -38,15 +38,15 @@ class WorkItem:
     """A step of a session, the next positions of several sessions, or a function call.
 
     Attributes:
-        deliver: takes the result, or the exception that ended the work; called on ``loop``. Of next positions, it
-            takes ``rows`` first.
+        deliver: takes the result, or the exception that ended the work; called on ``loop``. For next positions, it
+            takes ``rows`` before that.
         rows: for each of the next positions, what ``deliver`` needs to know of it.
-        loop: the event loop that submitted the work; None if nobody waits for it.
+        loop: the event loop that submitted the work, as all work of a ``Scheduler`` has.
         client: the peer id of the client; empty if the work is the server's own.
         user: which of the client's users the work is for, under a name that the client chooses.
         names: the client and the user of each of the next positions.
         num_rows, num_tokens: the rows of a step, and the new positions of each; 0 for a function call.
-        num_positions: their product.
+        num_positions: rows × new positions.
         num_pieces: the number of next positions; 1 for other work.
         cost: rows × positions, roughly proportional to the time that the work takes.
     """
@@ -152,9 +152,6 @@ class WorkQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting))
-
-    def count(self, kind: WorkKind) -> int:
-        return len(self._waiting[kind])
 
     def add(self, work: WorkItem) -> None:
         if work.next_positions is not None:

@@ -43,7 +43,7 @@ class CudaRecorder:
                 with torch.cuda.stream(stream):
                     for _ in range(_WARM_UPS):
                         compute()
-                    if device not in self._pools:
+                    if device not in self._pools:  # a synchronisation while recording would put torch in disorder
                         with _synchronising_raises():
                             compute()
                 current.wait_stream(stream)

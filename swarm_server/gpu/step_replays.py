@@ -82,7 +82,7 @@ class StepReplays:
             or not 0 < num_rows * num_new <= _MOST_ROWS
         ):
             return None
-        key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # the graph's number of rows
+        key = blocks, 1 << (num_rows * num_new - 1).bit_length()  # the graph's number of rows: few graphs serve all
         if min(seen) < num_new or key in self._refused or not self._is_worth_a_graph(key):
             return None
         try:

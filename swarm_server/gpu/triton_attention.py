@@ -150,7 +150,7 @@ def _attend_share(
     members, columns, value_columns = tl.arange(0, GROUP_SIDE), tl.arange(0, SIDE), tl.arange(0, VALUE_SIDE)
     at = ((row * HEADS + head) * GROUP + members)[:, None] * WIDTH + columns[None, :]
     rows = tl.load(query + at, (members < GROUP)[:, None] & (columns < WIDTH)[None, :], 0)
-    most = tl.full([GROUP_SIDE], -1e30, tl.float32)
+    most = tl.full([GROUP_SIDE], -1e30, tl.float32)  # not -inf: where no position is, -inf - -inf would give NaN
     total = tl.zeros([GROUP_SIDE], tl.float32)
     result = tl.zeros([GROUP_SIDE, VALUE_SIDE], tl.float32)
     for part in tl.static_range(PARTS):
@@ -209,6 +209,6 @@ def _join(
     weights = tl.exp(most - tl.max(most, 0))
     total = tl.sum(weights * tl.load(totals + places), 0)
     result = tl.sum(weights[:, None] * tl.load(parts + places[:, None] * VALUE_SIDE + columns[None, :]), 0)
-    result = result / tl.where(total > 0, total, 1)
+    result = result / tl.where(total > 0, total, 1)  # rows without positions give 0
     at = (row * HEADS * GROUP + head) * VALUE_WIDTH + columns
     tl.store(output + at, result.to(TYPE), columns < VALUE_WIDTH)

@@ -35,7 +35,7 @@ class AdapterSlot:
             parts = tuple(_filled_up(part) for part in adapter.adapter.low_rank)
             self.adapter = PlacedAdapter.of(b"", Adapter(b"", parts))
         self.size_bytes = _padded_bytes(adapter)
-        self._key = self._asked = adapter.key
+        self._key = self._asked = adapter.key  # of the adapter in the slot, and of the one that was asked for last
 
     def holds(self, adapter: PlacedAdapter) -> bool:
         """Return whether the slot holds the adapter, whose layout must be the slot's.

@@ -128,7 +128,7 @@ class Assembled:
             arena[offsets[place.memory.number] + place.offset :][: num_rows * width].view(num_rows, 1, width).numpy()
             for place in (hidden, output)
         )
-        start = arena.data_ptr()
+        start = arena.data_ptr()  # of float32, as all memories are but the positions
         addresses = {number: start + 4 * offset for number, offset in offsets.items()}
         addresses[self._positions_number] = self.positions.ctypes.data
         group = next((lowered.weight.links.handle for lowered in code if isinstance(lowered.weight, SplitWeight)), 0)
@@ -186,6 +186,7 @@ def _earliest_place(product: Lowered, before: Sequence[Lowered]) -> int:
         if y is not None and (y.memory.number, y.offset) == (x.memory.number, x.offset):
             return place
         numbers = [where.memory.number for where in earlier.places if where is not None]
+        # Not across an instruction that uses the output's memory, nor across the one that writes the input.
         if out.memory.number in numbers or x.memory.number == numbers[0]:
             break
     return len(before)
@@ -218,6 +219,7 @@ def _same_place(a: StridedAddress | None, b: StridedAddress | None) -> bool:
     if len(a.strides) != len(b.strides) or a.memory.number != b.memory.number:
         return False
     ours, theirs = a.memory.constant, b.memory.constant
+    # A constant that the blocks compute is another tensor in each capture.
     if ours is None or theirs is None:
         return ours is theirs
     if ours.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr():

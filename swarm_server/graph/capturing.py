@@ -65,6 +65,7 @@ class _RecordingCache(StandInCache):
     def attended(
         self, block: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
     ) -> torch.Tensor:
+        # The instruction has no strides within a head.
         query, keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, keys, values))
         output = torch.empty(len(query), 1, query.shape[1], values.shape[3])
         self._recorder.add("attend", output, query, keys, values, block=block, scaling=scaling)

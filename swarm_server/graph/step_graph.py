@@ -79,6 +79,7 @@ class StepGraphs:
         if self.refusal is not None or not 0 < num_rows * num_new <= _MOST_POSITIONS or min(seen) < num_new:
             return None
         slot = None if adapter is None else self._slots.slot_of(adapter)
+        # Without a slot for its adapter, or while the slot has another adapter, the blocks' own code computes the step.
         linear = None if slot is None and adapter is not None else self._linear(blocks, slot)
         if linear is None or (slot is not None and adapter is not None and not slot.holds(adapter)):
             return None

@@ -144,7 +144,7 @@ class CacheBudget:
 
     def _limit(self, amount: int, client: str) -> int:
         num_clients, held = len({*self._by_client, client} - {""}), self._by_client.get(client, 0)
-        is_newcomer = client and not held
+        is_newcomer = client and not held  # the others leave room for it
         if num_clients > 1 and not is_newcomer and held + amount > self.capacity_bytes // num_clients:
             return self.capacity_bytes - self.capacity_bytes // _NEWCOMERS
         return self.capacity_bytes
@@ -221,7 +221,7 @@ class Lease:
         budget = self._budget
         with budget.lock:
             budget._settle()
-            if self._client:
+            if self._client:  # ``keep`` makes room itself for memory that belongs to no client
                 # Reclaiming may free this lease's own memory, so the need is computed again each time.
                 budget._make_room(
                     None if self.is_let_in else self._client,

@@ -45,7 +45,7 @@ class StackLayout:
 
     @classmethod
     def probe(cls, stack: Stack, in_int8: bool = False) -> StackLayout:
-        """Return the layout of what the blocks of ``stack`` store. ``in_int8``: for ``Channel``s of keys and values."""
+        """Return the layout of what the blocks of ``stack`` store. ``in_int8``: keys and values are stored in int8."""
         facts = tuple(facts for part in stack.views(stack.span) for facts in _probed(part, in_int8))
         outputs = tuple(Channel(1, stack.hidden_size, stack.dtype, stack.device_of(block)) for block in stack.span)
         return cls(stack.span, facts, outputs)
@@ -117,6 +117,7 @@ class _TakesAll(StatesCache):
 
 
 def _probed(stack: BlockStack, in_int8: bool) -> list[BlockFacts]:
+    """Run one position of zeros through the blocks, and return what each has stored."""
     cache = _TakesAll(len(stack.span))
     with torch.inference_mode():
         hidden = torch.zeros(1, 1, stack.hidden_size, dtype=stack.dtype, device=stack.device)

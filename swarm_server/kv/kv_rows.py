@@ -321,7 +321,7 @@ class Growth:
     """Room for new positions of rows, taken before the positions are computed. ``undo`` gives the room back."""
 
     rows: tuple[KvRow, ...]
-    _filled: list[tuple[Page, int, int]] = field(default_factory=list)
+    _filled: list[tuple[Page, int, int]] = field(default_factory=list)  # page, row, and how much was filled before
 
     def undo(self) -> None:
         for page, row, filled in reversed(self._filled):
@@ -417,7 +417,7 @@ def _grow_group(
     if not count:
         return all_parts
     length = growth.rows[0].length
-    kept = length_of(all_parts[0])  # rows of one session are equally long
+    kept = length_of(all_parts[0])  # as of all rows, because rows of one session are equally long
     excess = group.excess(length, kept, count, length if settled is None else settled)
     if excess or max(map(len, all_parts)) > MAX_PARTS:
         all_parts = _compacted(growth, group, all_parts, excess, count, lease)
@@ -453,6 +453,7 @@ def _grow_in_place(
 
 def _best_room(group: KvGroup, kept: int, reserved: int) -> int:
     """Return for how many positions a new page should have room, beside the ``kept`` ones."""
+    # A quarter more each time: a row that outgrows its promise has few parts, and little room that it never uses.
     return max(min(reserved, group.most) - kept, max(GROWTH_TOKENS, kept // 4) if kept else 0)
 
 

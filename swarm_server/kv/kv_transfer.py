@@ -55,11 +55,12 @@ class Stored:
 
 def read(rows: Sequence[KvRow], group: int, start: int, end: int, channel: int) -> torch.Tensor:
     """Return what one channel stores of positions ``start`` … ``end``: [rows, heads, positions kept, stored_width]."""
-    result = []
-    for row in rows:
-        parts = row.slice_of(group, start, end)
-        result.append(torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in parts], 1))
-    return torch.stack(result)
+    return torch.stack([_joined(row.slice_of(group, start, end), channel) for row in rows])
+
+
+def _joined(parts: Parts, channel: int) -> torch.Tensor:
+    """Return what one channel stores of these parts of one row, [heads, positions, stored_width]."""
+    return torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in parts], 1)
 
 
 def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states: States = ()) -> Stored:
@@ -72,7 +73,7 @@ def pack(rows: Sequence[KvRow], layout: PageLayout, start: int, end: int, states
             data.append(read(rows, number, start, end, channel))
     for slots, of_block in zip(layout.slots, states, strict=False):
         for slot, tensor in zip(slots, of_block, strict=True):
-            data.append(tensor[..., -slot.shape[-1] :])
+            data.append(tensor[..., -slot.shape[-1] :])  # without the further inputs that a convolution has recorded
     return Stored(end - start, tuple(num_kept), as_bytes(data))
 
 
@@ -84,7 +85,7 @@ def size_of(parts: Sequence[Parts]) -> int:
 def pack_parts(parts: Sequence[Parts]) -> torch.Tensor:
     """Return what these parts of one row store, [bytes] uint8: for each group all its channels."""
     data = [
-        torch.cat([part.page.data[channel][part.row, :, part.start : part.end] for part in of_group], 1)
+        _joined(of_group, channel)
         for of_group in parts
         if of_group
         for channel in range(len(of_group[0].page.channels))

@@ -25,8 +25,8 @@ from swarm_protocol.wire.constants import MIB
 
 CHUNK_BYTES = 64 * 1024  # of the file; an entry takes whole chunks
 _MOST_QUEUED_BYTES = 64 * MIB  # that wait to be written; entries beyond them are dropped, so that nobody waits
-_PATIENCE_S = 10.0  # with a disk that is busy, until what waits for it is given up
-_PAUSE_S = 60.0  # after an error of the disk, nothing is written
+_PATIENCE_S = 10.0  # how long anybody waits for a disk that is busy
+_PAUSE_S = 60.0  # for which nothing is written after an error of the disk
 _logger = logging.getLogger(__name__)
 P = TypeVar("P")
 
@@ -73,7 +73,7 @@ class _Tier(Generic[P]):
         return place
 
     def next_to_drop(self, more_bytes: int = 0) -> bytes | None:
-        """Return the least recently used entry if so much more does not fit beside all entries; None if it fits."""
+        """Return None if so much more fits beside all entries, else the least recently used entry that nobody holds."""
         return next(iter(self._oldest_first)) if self.used_bytes + more_bytes > self.capacity_bytes else None
 
     def hold(self, key: bytes) -> None:
@@ -107,7 +107,8 @@ class _File:
         """Create the file. Raises OSError if that is not possible."""
         where = platformdirs.user_cache_path("swarm") if directory is None else directory
         where.mkdir(parents=True, exist_ok=True)
-        self._file: Any = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115  # open until ``close``
+        # Not buffered, because whole chunks are written and read; open until ``close``.
+        self._file: Any = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115
         self._free: list[int] = []
         self._num_chunks = 0
         self._lock = threading.Lock()  # guards the position in the file
@@ -206,6 +207,7 @@ class KvOffload:
         """Return whether so many entries of so many bytes in all fit beside what is held."""
         with self._changed:
             for_disk_bytes = size_bytes - self._memory.unheld_bytes
+            # Each entry may leave nearly a whole chunk of the file empty.
             return for_disk_bytes <= 0 or for_disk_bytes + num_entries * CHUNK_BYTES <= self._disk.unheld_bytes
 
     def keep(self, key: bytes, size_bytes: int, pack: Callable[[], torch.Tensor]) -> None:
@@ -289,7 +291,7 @@ class KvOffload:
             self.release(key, keeps=True)
 
     def close(self) -> None:
-        """Drop everything; nothing is kept or held any more. A write that hangs is not waited for."""
+        """Drop everything; nothing is kept or held any more. Wait at most ``_PATIENCE_S`` for a write that hangs."""
         with self._changed:
             self._is_closed = True
         if self._writer is not None:
@@ -322,7 +324,7 @@ class KvOffload:
                 self._waiting.pop(key, None)
                 self._waiting_bytes -= data.numel()
                 if not is_written and chunks is not None:
-                    self.release(key, keeps=False)
+                    self.release(key, keeps=False)  # ``_reserved`` holds it
                 self._changed.notify_all()
         return is_written
 

@@ -124,6 +124,7 @@ def state_layers(
 
 
 def _fill(layer: LinearAttentionLayer, slot: Slot, state: torch.Tensor) -> None:
+    # Not by lazy_initialization, which would make zeros to write over, and import torch's compiler to mark them.
     layer.has_previous_state[slot.index] = True
     layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
     if slot.is_convolution:

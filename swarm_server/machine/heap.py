@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-GROWN_BYTES, MUCH_BYTES = 64 << 20, 16 << 20
+GROWN_BYTES = 64 << 20  # growth of the process after which it is trimmed
+MUCH_BYTES = 16 << 20  # after a trim that gave back so much, the next call trims too
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOADING_BYTES = 128 * 1024  # larger pieces are mapped on their own and unmapped when freed; glibc's initial value
 SERVING_BYTES = 32 * 1024 * 1024  # the largest value; keeps activations from being mapped again at every step
@@ -57,7 +58,7 @@ class HeapTrimmer:
         has_grown = before_bytes >= self._last_bytes + GROWN_BYTES
         is_due = self._looks >= self._max_looks and before_bytes >= self._least_bytes + GROWN_BYTES
         if has_grown or self._gave_much or is_due:
-            gc.collect()
+            gc.collect()  # here, since it holds the interpreter anyway; the C library's part runs beside the event loop
             await asyncio.to_thread(self._trim)
             self._last_bytes = self._resident_bytes()
             self._least_bytes = min(self._least_bytes, self._last_bytes)

@@ -1,5 +1,7 @@
-"""A server's metrics, and the HTTP server that Prometheus reads them from: in a thread of its own, so that generation
-does not wait for it."""
+"""A server's metrics, and the HTTP server that Prometheus reads them from.
+
+The HTTP server has a thread of its own, so that generation does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class ServerMetrics:
     """The metrics of a server: its counters, and its state once there is one.
 
     Attributes:
-        registry: the collectors. Any thread may read them, but the event loop's own.
+        registry: the collectors. Any thread but the event loop's may read them, because they wait for the event loop.
     """
 
     def __init__(self, counters: Counters, loop: asyncio.AbstractEventLoop) -> None:

@@ -39,7 +39,7 @@ def counted(counters: Counters) -> Iterator[Metric]:
 
 
 def state(record: ServerRecord, sessions: SessionManager | None) -> Iterator[Metric]:
-    """Yield the metrics of the state, on the event loop. ``sessions``: of the hosted blocks; None if there are none."""
+    """Yield the metrics of the state; call this on the event loop. ``sessions`` is None while no blocks are hosted."""
     about = {
         "model": record.model,
         "revision": record.revision,

@@ -106,8 +106,7 @@ def has_live_line(*, is_off: bool) -> bool:
 async def keep_live_line(
     line: LiveLine, record: Callable[[], ServerRecord], sessions: Callable[[], SessionManager | None]
 ) -> None:
-    """Keep the status line up to date, until cancelled. While no blocks are hosted, its place is free for progress
-    bars."""
+    """Keep the status line up to date, until cancelled. While no blocks are hosted, progress bars have its place."""
     rate = WorkRate()
 
     async def refresh() -> None:

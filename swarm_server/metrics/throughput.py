@@ -23,9 +23,9 @@ from swarm_server.engine.ways import opened, outputs_of
 from swarm_server.machine.cores import CoreShare
 
 _logger = logging.getLogger(__name__)
-_MIN_TIME_S = 0.2
-_CONTEXT_TOKENS = 32
-_FORWARD_TOKENS = 64
+_MIN_TIME_S = 0.2  # of one measurement
+_CONTEXT_TOKENS = 32  # in the cache of a measured decode step, at least
+_FORWARD_TOKENS = 64  # of a measured prompt; smaller batches take more time per token
 _WEIGHT = 0.02  # weight of one batch in the moving average
 _CACHE_LIFETIME_S = 7 * 24 * 3600.0  # afterwards the machine is measured again
 _WORTH_ANNOUNCING = 0.25  # relative: smaller changes are noise, which must not make servers move to other blocks
@@ -51,6 +51,7 @@ def measure(engine: Engine, blocks: Span) -> Speeds:
     """Return the speeds through ``blocks``, from decode steps after a short prompt and from prompts of 64 tokens."""
     session = opened(engine, blocks, _FORWARD_TOKENS)
     _step(engine, session, 0, _CONTEXT_TOKENS)
+    # A step at an earlier position than the last one crops the session, so that it never outgrows its room.
     decode = _per_second(lambda number: _step(engine, session, _CONTEXT_TOKENS + number % _CONTEXT_TOKENS, 1))
     engine.close(session)
 

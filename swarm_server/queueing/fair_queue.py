@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 QueueEntry = tuple[T, Sequence[str], float, tuple[float, ...]]  # work, names, cost and place, see ``FairQueue.add``
-_FEW_SHARES = 8  # shares that are kept without a look whether they can be forgotten
+_FEW_SHARES = 8  # up to so many shares, none is forgotten
 
 
 class _Line(Generic[T]):
@@ -67,7 +67,7 @@ class FairQueue(Generic[T]):
     def __init__(self, num_levels: int = 1) -> None:
         self._num_levels = num_levels
         self._shares: dict[str, _Share[T]] = {}
-        self._most_shares = _FEW_SHARES  # with so many, those that say nothing are forgotten
+        self._most_shares = _FEW_SHARES  # from so many on, those that say no more than a new one are forgotten
         self._in_order: list[tuple[float, int, _Share[T]]] = []  # start, turn and share; those with waiting work
         self._new: list[tuple[T, Callable[[], Iterable[QueueEntry[T]]]]] = []  # work that is in no share yet
         self._num_new = 0  # pieces of this work
@@ -137,7 +137,7 @@ class FairQueue(Generic[T]):
             num_before = len(share.waiting)
             share.waiting.remove(work)
             if num_removed := num_before - len(share.waiting):
-                self._in_order = [entry for entry in self._in_order if entry[-1].waiting]
+                self._in_order = [entry for entry in self._in_order if entry[-1].waiting]  # without an empty share
                 self._forget(num_removed)
                 return
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import log2
 
-_SHORT = 4  # positions; waits of prompts with fewer grow nearly in proportion to the length
+_SHORT = 4  # positions: among shorter prompts, waits grow nearly in proportion to the length
 
 
 @dataclass

@@ -38,7 +38,7 @@ class SessionManager:
         self._preemption = Preemption(self.admission)
         self._births = Births()
         self._numbers = count()  # numbers sessions in the order of their admission
-        self._uses: dict[bytes, ExitStack] = {}  # of adapters, by session key
+        self._uses: dict[bytes, ExitStack] = {}  # by session key: the use of an adapter, if the session has one
         self._sessions: dict[bytes, HostedSession] = {}
         self._pushed: dict[bytes, HostedSession] = {}  # the same, by push key
         self._closed = asyncio.Event()  # set when a session has closed since the last check
@@ -138,7 +138,7 @@ class SessionManager:
             self._closed.set()
         try:
             await self.services.scheduler.call(lambda: self.services.engine.close(hosted.session))
-        except PeerBusy:  # the server ends
+        except PeerBusy:  # the server ends, and its compute thread takes no more calls
             hosted.session.lease.close()
         finally:
             uses.close()

@@ -64,7 +64,7 @@ class Parking:
     def is_possible(self) -> bool:
         """Return whether there is room for the session outside the cache, and its rows share no memory.
 
-        Rows that do would need more room when they come back.
+        Rows that share memory would need more room when they come back.
         """
         session = self._session
         size_bytes = session.batch_size * session.layout.size_bytes(session.length)
@@ -75,7 +75,7 @@ class Parking:
     async def park(self, is_idle: Callable[[], bool]) -> bool:
         """Take the session out of the cache; return whether it has left. The caller makes sure that no step begins.
 
-        ``is_idle``: returns False as soon as somebody wants the session.
+        ``is_idle`` returns False as soon as somebody wants the session.
         """
         async with self._busy:
             session = self._session
@@ -98,7 +98,7 @@ class Parking:
         """
         async with self._busy:
             session = self._session
-            if not session.is_parked:
+            if not session.is_parked:  # the session never left, or is back already
                 self._release()
                 self._claim.returned()
                 return
@@ -114,7 +114,7 @@ class Parking:
             self._services.counters.parked["resumed"] += 1
 
     def close(self) -> None:
-        """Give up what is outside the cache, because the session has ended."""
+        """Give up what is outside the cache, because the session has ended. It may still be leaving or returning."""
         self._closed = True
         if not self._busy.locked():  # else it is given up when the session has left or returned
             self._release()
@@ -141,7 +141,7 @@ class Parking:
         return is_idle()
 
     def _cut(self) -> None:
-        """Cut the rows into pieces, the first ones of all rows first."""
+        """Cut the rows into pieces: the first page of all rows, then the second, and so on."""
         state, groups = self._open_state(), range(len(self._session.layout.groups))
         num_known = min(map(len, state.digests), default=0) if state.hashes is not None else 0
         self._pieces, self._num_shared = [], 0
@@ -188,6 +188,7 @@ class Parking:
     # ------------------------------------------------------------ and back
 
     async def _return(self) -> None:
+        """Take room, fill it with what is outside the cache, and let the session go on."""
         rows, start = await self._call(self._rows_with_room)
         for pieces in _batches([piece for piece in self._pieces if piece.start >= start]):
             data = await self._read([piece.key for piece in pieces])
@@ -202,7 +203,7 @@ class Parking:
         rows, start = (KvRow.empty(layout),) * session.batch_size, 0
         if self._num_shared and prefix_cache is not None:
             found = [prefix_cache.longest(digests[: self._num_shared]) for digests in state.digests]
-            for parts in zip(*found, strict=False):
+            for parts in zip(*found, strict=False):  # as many pages as are known of every row: rows are equally long
                 rows = tuple(row.extended(more, PAGE_TOKENS) for row, more in zip(rows, parts, strict=True))
             start = rows[0].length
         kept = [piece.num_kept for piece in self._pieces if piece.row == 0 and piece.start >= start]
@@ -221,7 +222,7 @@ class Parking:
         return rows, start
 
     async def _read(self, keys: Sequence[bytes]) -> list[torch.Tensor]:
-        """Read entries. Raises NoRoom, and preempts the session, if one is lost."""
+        """Return the bytes of these entries. If one is lost, preempt the session and raise NoRoom."""
         found = await asyncio.to_thread(lambda: [self._offload.read(key) for key in keys])
         data = [each for each in found if each is not None]
         if len(data) < len(found):
@@ -238,7 +239,7 @@ class Parking:
 
     def _go_on(self, rows: tuple[KvRow, ...], data: Sequence[torch.Tensor]) -> None:
         session, states = self._session, None
-        if self._states:
+        if self._states:  # the states after the last step, which are first, refer to those before it
             room = RowStatesRoom(session.batch_size, session.layout.state_bytes, session.lease)
             for parked, stored in reversed(list(zip(self._states, data, strict=True))):
                 states = parked.unpack(stored, room, states)

@@ -23,7 +23,7 @@ class StepReader(Closing):
         self._hosted = hosted
         self._arrivals = arrivals
         self._one_refusal = one_refusal
-        self._refused_number: int | None = None
+        self._refused_number: int | None = None  # the step that must come again, see ``one_refusal``
         self._step: pb.Step | None = None  # the step whose hidden states are arriving
         self._arriving: ArrivingTensor | None = None
         self._refused = False  # more parts of a refused step will come

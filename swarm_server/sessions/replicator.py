@@ -31,7 +31,7 @@ class Replicator:
         self._queue: asyncio.Queue[tuple[pb.Step, Parts]] = asyncio.Queue()
         self._queued_bytes = 0
         self._sent = asyncio.Condition()
-        self._copied = 0  # positions
+        self._copied = 0  # positions that the other session has, or that wait to be sent to it
         self._follows = False  # all stored positions are copied; later steps are copied one by one
         self._start_again = True  # the other session was opened with an earlier number of rows
         self._closed = False
@@ -56,7 +56,7 @@ class Replicator:
         while not (self._follows or self._closed):
             async with turn:
                 changes: list[pb.Change] = []
-                if self._start_again:  # with the session's current number of rows
+                if self._start_again:  # the other session drops its positions, and takes the present number of rows
                     batch_size = self._session.batch_size
                     changes = [pb.Change(crop=pb.Crop()), pb.Change(reorder=pb.Reorder(indices=[0] * batch_size))]
                     self._copied, self._start_again = 0, False
@@ -87,6 +87,7 @@ class Replicator:
             self._start_again = True
 
     async def close(self) -> None:
+        """Give the copy up; whoever waits for it gets PeerUnavailable."""
         self._closed = True
         self._sending.cancel()
         await self._pusher.retire()

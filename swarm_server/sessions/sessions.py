@@ -89,7 +89,10 @@ class StepOutputs:
         return []
 
     def fill(self, answer: pb.Output, request: pb.Step, codec: pb.Codec) -> list[bytes]:
-        """Fill in the answer to the only step, or one without outputs. Return the further parts of hidden states."""
+        """Fill in the answer to a step that was computed alone, or that wants no outputs.
+
+        Return the parts of the hidden states that follow the answer.
+        """
         answer.number = request.number
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else None
         if num_wanted == 0:
@@ -153,10 +156,12 @@ class HostedSession:
         self.is_background = request.is_background
         self._codec = request.codec
         self._next_codec = request.next.codec if request.next.HasField("codec") else request.codec
-        self._sent_number = request.sent_number
-        self._changed_number = request.changed_number
+        self._sent_number = request.sent_number  # outputs of steps up to here are sent to nobody
+        self._changed_number = request.changed_number  # rows come with the reorders and crops of steps up to here
         self._last_number = request.last_number or FIRST_STEP
-        self._done = 0, 0, request.batch_size  # the last step's number, and the numbers of positions and rows after it
+        # The last step's number, and the numbers of positions and rows after it. The session itself may be a step ahead
+        # while that step's output is on its way from the compute thread.
+        self._done = 0, 0, request.batch_size
         self._turn = asyncio.Lock()  # for one step at a time: steps may come from the client and from the previous hop
         self._computed = asyncio.Event()  # if clear, a step is being computed, which holds the turn
         self._computed.set()
@@ -218,6 +223,7 @@ class HostedSession:
         await self._reply.send([pb.SessionReply(opened=opened)])
 
     async def ask_to_move(self) -> None:
+        """Ask the client to move the session to another server, because this one leaves."""
         await self._reply.send([pb.SessionReply(leaving=pb.Leaving())])
 
     # ------------------------------------------------------------ steps
@@ -245,10 +251,13 @@ class HostedSession:
             return await self._in_turn(request, payload)
 
     async def _in_turn(self, request: pb.Step, payload: torch.Tensor, failure: Exception | None = None) -> bool:
-        """Do what ``step`` says while the session's turn is held; ``failure``: of a first attempt to compute."""
+        """Do what ``step`` does, while the caller holds the session's turn.
+
+        ``failure``: the error with which a first attempt to compute the step has ended already.
+        """
         if not self._routed.is_set():
             await self._routed.wait()
-        if self.closed or request.number <= self.number:
+        if self.closed or request.number <= self.number:  # the step was there before, through another stream
             return True
         try:
             with self._computing():
@@ -303,11 +312,11 @@ class HostedSession:
     def begin(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
         """Begin a step like ``step``, but without a task. A task would take as long as all else that is done here.
 
-        Return None, and begin nothing, if the step needs a task: if the session is not idle, or if the step was there
-        before, is incomplete, is to be refused, or brings what was computed elsewhere. Otherwise return what must be
-        computed, after which ``end`` is called: the step, or its kind if it is the next position of text.
+        Return what must be computed: the step, or its kind if it is the next position of text. The caller calls ``end``
+        afterwards. Return None, and begin nothing, if the step needs a task: if the session is not idle, or if the step
+        was there before, is incomplete, is to be refused, or brings what was computed elsewhere.
 
-        ``known``: kinds of such steps that have been checked.
+        ``known``: the kinds of next positions that have been checked.
         """
         number = request.number
         if not self.is_idle or number <= self._done[0] or request.HasField("stored"):
@@ -351,7 +360,11 @@ class HostedSession:
         self._rest.add_done_callback(partial(self._ended, on_end))
 
     def _complete_step(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
-        """Return what ``begin`` does; None if the hidden states are incomplete. Raise the error that refuses it."""
+        """Check the step, and return what ``begin`` returns; None if the hidden states are incomplete.
+
+        Raises:
+            RequestRejected, PeerBusy: the step is refused.
+        """
         start = request.start_position
         kind = self._kind_of_next(request, start)
         if kind is not None and kind in known:
@@ -427,7 +440,7 @@ class HostedSession:
         failures = chain([failure], repeat(None))
 
         async def attempt() -> torch.Tensor | None:
-            if (error := next(failures)) is not None:
+            if (error := next(failures)) is not None:  # at the first attempt only, which has been made already
                 raise error
             return await self._try_to_compute(request, payload)
 
@@ -461,6 +474,7 @@ class HostedSession:
         return changes
 
     async def refuse(self, number: int, error: RequestRejected | PeerError) -> None:
+        """Send the client the reason why the step with this number is refused."""
         self._services.counters.refusals[status_of(error).name] += 1
         failure = pb.Failure(status=number_of(error), message=printable(str(error)), number=number)
         await self._reply.send([pb.SessionReply(failure=failure)])
@@ -505,7 +519,7 @@ class HostedSession:
             await self._pusher.retire()
 
     def heard(self) -> None:
-        """Note that a part of a step has come."""
+        """Note that a part of a step has come, so that the session does not count as silent or idle."""
         self._last_time = now_s()
         self.claim.heard()
 
@@ -565,7 +579,7 @@ class HostedSession:
         )
 
     def _changes(self, request: pb.Step) -> Iterator[HistoryChange]:
-        """Yield the changes of the step that were not made before the rows came here."""
+        """Yield the step's changes. Leave out reorders and crops that were made before the rows came here."""
         for change in request.changes:
             kind = change.WhichOneof("kind")
             if kind == "record_past":
