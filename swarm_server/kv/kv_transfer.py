@@ -95,27 +95,35 @@ def pack_parts(parts: Sequence[Parts]) -> torch.Tensor:
 
 def unpack(stored: Stored, rows: Sequence[KvRow], layout: PageLayout) -> States | None:
     """Write to the last positions of the rows, which have room. Return the states after these positions, if stored."""
-    offset = 0
-
-    def take(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal offset
-        start, offset = offset, offset + torch.Size(shape).numel() * dtype.itemsize
-        return stored.data[start:offset].clone().view(dtype).view(shape)  # cloned to be aligned
-
+    tensors = TensorReader(stored.data)
     for number, (group, count) in enumerate(zip(layout.groups, stored.num_kept, strict=True)):
         if not count:
             continue
         places = runs(rows, number, 0)
         for index, channel in enumerate(group.channels):
-            data = take(len(rows), channel.heads, count, channel.stored_width, dtype=channel.stored_dtype)
+            data = tensors.next((len(rows), channel.heads, count, channel.stored_width), channel.stored_dtype)
             for run in places:
                 run.write_stored(index, data[run.rows])
     if not stored.has_states(layout, len(rows)):
         return None
     return tuple(
-        tuple(take(len(rows), *slot.shape, dtype=slot.dtype).to(slot.device) for slot in slots)
+        tuple(tensors.next((len(rows), *slot.shape), slot.dtype).to(slot.device) for slot in slots)
         for slots in layout.slots
     )
+
+
+class TensorReader:
+    """A reader of the tensors whose bytes ``as_bytes`` has returned."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._offset = 0
+
+    def next(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy of the next tensor, on the CPU."""
+        size, start = torch.Size(shape), self._offset
+        self._offset += size.numel() * dtype.itemsize
+        return self._data[start : self._offset].clone().view(dtype).view(size)  # cloned to be aligned
 
 
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,8 @@ from swarm_server.admission.preemption import now_s
 from swarm_server.engine.scheduler import Scheduler
 from swarm_server.engine.session_state import NextPositions, Results, SessionStep
 from swarm_server.net.arrivals import Arrivals
-from swarm_server.sessions.sessions import HostedSession, Result, StepKind, StepOutputs
+from swarm_server.sessions.sessions import HostedSession, Result, StepKind
+from swarm_server.sessions.step_outputs import StepOutputs
 
 _logger = logging.getLogger(__name__)
 

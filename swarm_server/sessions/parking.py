@@ -19,7 +19,7 @@ from swarm_server.admission.preemption import Claim
 from swarm_server.engine.session_state import KvState, Session
 from swarm_server.kv.kv_cache import NoRoom
 from swarm_server.kv.kv_rows import KvRow, grow
-from swarm_server.kv.kv_transfer import Stored, as_bytes, pack, unpack
+from swarm_server.kv.kv_transfer import Stored, TensorReader, as_bytes, pack, unpack
 from swarm_server.kv.offload import KvOffload
 from swarm_server.kv.row_states import RowStates, RowStatesRoom
 from swarm_server.sessions.services import SpanServices
@@ -285,14 +285,11 @@ class _ParkedStates:
         return as_bytes(list(chain.from_iterable(states.states)))
 
     def unpack(self, data: torch.Tensor, room: RowStatesRoom, before: RowStates | None) -> RowStates:
-        offset = 0
-        states: list[list[torch.Tensor]] = []
-        for block in self.shapes:
-            states.append([])
-            for shape, dtype, device in block:
-                start, offset = offset, offset + shape.numel() * dtype.itemsize
-                states[-1].append(data[start:offset].clone().view(dtype).view(shape).to(device))
-        return RowStates(self.length, tuple(map(tuple, states)), room, before)
+        tensors = TensorReader(data)
+        states = tuple(
+            tuple(tensors.next(shape, dtype).to(device) for shape, dtype, device in block) for block in self.shapes
+        )
+        return RowStates(self.length, states, room, before)
 
 
 def _share_memory(rows: Sequence[KvRow]) -> bool:

@@ -20,7 +20,8 @@ from swarm_server.admission.preemption import PARK_S
 from swarm_server.net.arrivals import Arrivals
 from swarm_server.rpc.step_group import BundledStep, StepGroup
 from swarm_server.sessions.reading import StepReader
-from swarm_server.sessions.sessions import HostedSession, Reply, StepOutputs
+from swarm_server.sessions.sessions import HostedSession, Reply
+from swarm_server.sessions.step_outputs import StepOutputs
 from tests.worlds.servers import MODEL, NUM_BLOCKS, REVISION, Net
 from tests.worlds.virtual_time import run_virtually
 
