@@ -223,9 +223,16 @@ class Parking:
 
     async def _read(self, keys: Sequence[bytes]) -> list[torch.Tensor]:
         """Return the bytes of these entries. If one is lost, preempt the session and raise NoRoom."""
-        found = await asyncio.to_thread(lambda: [self._offload.read(key) for key in keys])
-        data = [each for each in found if each is not None]
-        if len(data) < len(found):
+        data: list[torch.Tensor] = []
+
+        def read() -> None:
+            for key in keys:
+                if (found := self._offload.read(key)) is None:  # the next one might wait as long for the disk
+                    return
+                data.append(found)
+
+        await asyncio.to_thread(read)
+        if len(data) < len(keys):
             self._claim.preempt()
             raise NoRoom("the session's keys and values could not be read back", 1)
         return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -380,12 +381,16 @@ async def test_what_cannot_be_read_back_ends_the_session(stack_of, tmp_path: Pat
     parking = server.parking(generation)
     await park(server, parking, generation)
 
+    num_reads = itertools.count()
+
     def read(*_args: object) -> None:
+        next(num_reads)
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(offload._file, "read", read)
     with pytest.raises(NoRoom, match="could not be read back"):
         await parking.resume()
     assert parking._claim.is_preempted and generation.session.lease.charged == 0
+    assert next(num_reads) == 1, "a disk that hangs is waited for once"
     parking.close()
     offload.close()
