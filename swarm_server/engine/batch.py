@@ -21,12 +21,12 @@ from swarm_server.kv.rows_cache import BlockRuns
 class Prepared:
     """A step of one session, or the next positions of several, with room for the new positions.
 
-    Several sessions are alike: of one layout, and with one adapter if any. No session has changed yet.
+    Several sessions have one layout, and one adapter if any. No session has changed yet.
 
     Attributes:
         step: the step, or the hidden states of all sessions.
         states: the state of each session once the step is computed.
-        lengths: the number of positions of each row then.
+        lengths: the number of positions of each row once the step is computed.
         num_matched: leading positions whose keys and values the prefix cache has.
         growth: room for the other positions; None if all positions are matched.
         block_outputs: the outputs of the parts computed so far, if they are wanted.

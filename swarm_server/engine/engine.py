@@ -56,11 +56,9 @@ from swarm_server.kv.kv_layout import StackLayout
 from swarm_server.kv.kv_rows import Growth, KvRow, PageLayout, grow, grown_in_place
 from swarm_server.kv.kv_transfer import Stored, pack, read, unpack
 from swarm_server.kv.prefix_cache import PrefixCache, next_contents
-from swarm_server.kv.row_states import RowStates, RowStatesRoom, Slot, state_layers, states_after
+from swarm_server.kv.row_states import CPU, RowStates, RowStatesRoom, Slot, state_layers, states_after
 from swarm_server.kv.rows_cache import BlockRuns, RowsCache, attention_in_place
 from swarm_server.training.stateless import StatelessPasses
-
-_CPU = torch.device("cpu")
 
 
 class BatchMeter(Protocol):
@@ -257,7 +255,7 @@ class Engine:
                 outputs = self._compute([work for work in prepared if work.growth])
             committed = [self._commit(work, next(outputs) if work.growth else None) for work in prepared]
             dtypes = [work.step.inputs.hidden.dtype for work in prepared]
-            finished = iter(moved(committed, [_CPU] * len(committed), dtypes))
+            finished = iter(moved(committed, [CPU] * len(committed), dtypes))
         self._tell_meter(prepared, time.perf_counter() - start_s)
         self._count(prepared)
         return [

@@ -73,7 +73,7 @@ class Scheduler:
 
     @property
     def queue_s(self) -> float:
-        """Return how long a step would wait: for all steps, and for one training pass, since these take turns.
+        """Return how long a step would wait for all steps and one training pass, since steps and passes take turns.
 
         The estimate uses the time that recent work of the same kind took. Background work does not count.
         """

@@ -65,7 +65,7 @@ def fastest_ways(stack: Stack, layout: StackLayout, try_rows: Callable[[Ways], t
     if not layout.in_int8:  # a copy of keys and values in int8 would be larger than they are, on any device
         if types == {"cuda"}:
             return _with_replays(stack, layout, try_rows)
-        if types != {"cpu"}:  # such memory is fast, but calls are slow: one copy beats attention in many places
+        if types != {"cpu"}:  # fast memory, but slow calls: one copy takes less time than attention in many places
             return Ways(refusal="blocks are not on the CPU, nor on a GPU with CUDA")
     in_place = _tried(lambda: _in_place(stack, layout, try_rows), lambda error: None)
     if in_place is None:

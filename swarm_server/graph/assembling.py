@@ -17,7 +17,7 @@ from swarm_server.graph.recording import Memory, NotCapturable
 from swarm_server.group.split_weight import SplitWeight
 
 _ALIGNMENT = 16  # floats: a cache line
-_WHOLE = {Opcode.MATRIX_PRODUCT, Opcode.PRODUCT, Opcode.ATTEND}  # kinds whose sizes have their own meaning
+_WHOLE = {Opcode.MATRIX_PRODUCT, Opcode.PRODUCT, Opcode.ATTEND}  # kinds whose sizes are no dimensions to be folded
 _OF_VECTORS = {Opcode.MEAN, Opcode.LAYER_NORM}  # kinds that treat the innermost dimension as one vector
 
 

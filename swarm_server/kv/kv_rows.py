@@ -162,7 +162,7 @@ class Page:
     """Memory for ``capacity`` consecutive positions of ``num_rows`` rows.
 
     Attributes:
-        channels: those of the group.
+        channels: the channels of the group.
         data: the memory of each channel, [rows, heads, capacity, stored_width].
         filled: for each row, how many positions are taken.
         pinned: for each row, how many positions may not be filled again because the prefix cache refers to them.
@@ -520,7 +520,7 @@ class Run(NamedTuple):
 
     Attributes:
         first: the first row of the batch.
-        parts: the parts of the first row; those of the other rows are the next rows of the same pages.
+        parts: the parts of the first row; the other rows are the next rows of the same pages.
         length: the total number of positions.
     """
 
@@ -545,7 +545,7 @@ class Run(NamedTuple):
         self.write_stored(channel, self.parts[-1].page.channels[channel].rounded(new[self.rows]))
 
     def write_stored(self, channel: int, stored: torch.Tensor) -> None:
-        """Store data as it was in another page, [rows, heads, new, stored_width], of the last positions."""
+        """Store data of the last positions as another page has stored it, [rows, heads, new, stored_width]."""
         page, row, end = self.parts[-1].page, self.parts[-1].row, self.parts[-1].end
         page.data[channel][row : row + self.num_rows, :, end - stored.shape[2] : end] = stored
 

@@ -108,7 +108,8 @@ def _numbers(position_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
 class PrefixCache:
     """A map from each page of content to the place of its positions in every group of the layout.
 
-    The least recently used page is evicted first. Thread-safe, because the network's thread reclaims room too."""
+    The least recently used page is evicted first. Thread-safe, because the network's thread reclaims room too.
+    """
 
     def __init__(self, *, between_owners: bool = True, offload: KvOffload | None = None) -> None:
         """Start empty.
@@ -128,7 +129,8 @@ class PrefixCache:
     def seed(self, owner: str, context: str, adapter_key: bytes) -> ContentHash:
         """Return the hash of an owner's session before its first position.
 
-        ``context``: what else the result depends on. Neither ``owner`` nor ``context`` has a line break."""
+        ``context``: what else the result depends on. Neither ``owner`` nor ``context`` has a line break.
+        """
         return ContentHash(f"{'' if self._between_owners else owner}\n{context}\n".encode() + adapter_key)
 
     def longest(self, digests: Sequence[bytes]) -> list[tuple[Parts, ...]]:

@@ -44,7 +44,7 @@ def hosted_bytes(checkpoint: ModelCheckpoint, quant: str) -> list[int]:
 def tokens_with_scores(free_bytes: float, num_heads: int, num_positions: int) -> int:
     """Return how many tokens an index can score at a time against ``num_positions`` keys, with ``num_heads`` heads.
 
-    Each block scores all pairs of these before it chooses; a fifth of the free memory is for that.
+    Each block scores all pairs of a token and a key before it chooses. A fifth of the free memory is for the scores.
     """
     return max(1, int(_SCORES_SHARE * free_bytes / (_SCORE_BYTES * num_heads * num_positions)))
 
