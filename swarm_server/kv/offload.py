@@ -7,6 +7,7 @@ The file has no name, so that the system frees it however the process ends, and 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tempfile
 import threading
@@ -26,9 +27,11 @@ from swarm_protocol.wire.constants import MIB
 CHUNK_BYTES = 64 * 1024  # of the file; an entry takes whole chunks
 _MOST_QUEUED_BYTES = 64 * MIB  # that wait to be written; entries beyond them are dropped, so that nobody waits
 _PATIENCE_S = 10.0  # how long anybody waits for a disk that is busy
+_NUM_THREADS = 4  # for calls that may wait for the disk
 _PAUSE_S = 60.0  # for which nothing is written after an error of the disk
 _logger = logging.getLogger(__name__)
 P = TypeVar("P")
+T = TypeVar("T")
 
 
 class _Tier(Generic[P]):
@@ -183,6 +186,7 @@ class KvOffload:
         self._writes_from_s = 0.0  # the time at which the disk is tried again
         self._changed = threading.Condition(threading.RLock())
         self._writer = ThreadPoolExecutor(1, "write-kv") if self._file else None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "park-kv")
 
     @property
     def capacity_bytes(self) -> dict[str, int]:
@@ -209,6 +213,11 @@ class KvOffload:
             for_disk_bytes = size_bytes - self._memory.unheld_bytes
             # Each entry may leave nearly a whole chunk of the file empty.
             return for_disk_bytes <= 0 or for_disk_bytes + num_entries * CHUNK_BYTES <= self._disk.unheld_bytes
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that may wait for the disk, in a thread for such calls alone, and return its result."""
+        # Not asyncio.to_thread, whose few threads others need too, and for which the end of the event loop waits.
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def keep(self, key: bytes, size_bytes: int, pack: Callable[[], torch.Tensor]) -> None:
         """Keep an entry of this size while there is room.
@@ -294,8 +303,9 @@ class KvOffload:
         """Drop everything; nothing is kept or held any more. Wait at most ``_PATIENCE_S`` for a write that hangs."""
         with self._changed:
             self._is_closed = True
-        if self._writer is not None:
-            self._writer.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._writer):
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             self._waiting.clear()
             self._memory, self._disk = _Tier(0), _Tier(0)

@@ -127,16 +127,16 @@ class Parking:
 
     async def _store(self, is_idle: Callable[[], bool]) -> bool:
         """Store everything outside the cache; return False if there is no room, or if the session is wanted."""
-        await asyncio.to_thread(self._cut)
+        await self._offload.in_thread(self._cut)
         for pieces in _batches(self._pieces):
-            known = await asyncio.to_thread(self._hold_known, pieces)
+            known = await self._offload.in_thread(self._hold_known, pieces)
             new = [piece for piece, is_known in zip(pieces, known, strict=True) if not is_known]
             data = await self._call(partial(self._pack, new))
-            if not is_idle() or not await asyncio.to_thread(self._hold, new, data):
+            if not is_idle() or not await self._offload.in_thread(self._hold, new, data):
                 return False
         self._states, data = await self._call(self._pack_states)
         for states, stored in zip(self._states, data, strict=True):
-            if not await asyncio.to_thread(self._hold_one, states.key, stored, False):
+            if not await self._offload.in_thread(self._hold_one, states.key, stored, False):
                 return False
         return is_idle()
 
@@ -231,7 +231,7 @@ class Parking:
                     return
                 data.append(found)
 
-        await asyncio.to_thread(read)
+        await self._offload.in_thread(read)
         if len(data) < len(keys):
             self._claim.preempt()
             raise NoRoom("the session's keys and values could not be read back", 1)

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.marks import always
 from tests.simulated_devices import SimulatedDevices
 from tests.unit.server.engine.test_devices import PLACEMENTS, split
 from tests.unit.server.engine.test_engine import HOSTED, KINDS, PLENTY, Generation, advance
+from tests.unit.support import TIMEOUT_S
 from tests.zoo import HIDDEN, save_checkpoint
 
 LENGTH = 3 * PAGE_TOKENS + 5
@@ -323,6 +325,24 @@ async def test_where_pages_cannot_be_read_back_the_row_goes_on_in_the_room_that_
     assert server.positions() == {"reused": 2 * PAGE_TOKENS, "prefill": 2 * PAGE_TOKENS + 1}
     (part,) = second.session.state.rows[0].parts[0]
     assert part.page.capacity == prompt.shape[1] and part.page.filled == [prompt.shape[1]]
+
+
+async def test_sessions_leave_and_come_back_while_all_other_threads_are_busy(stack_of) -> None:
+    server = Server(stack_of("llama"))
+    generation = Generation.open(server.engine, server.budget)
+    advance(server.engine, [generation], LENGTH)
+    parking, gate = server.parking(generation), threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        busy = asyncio.ensure_future(asyncio.to_thread(gate.wait))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await park(server, parking, generation)
+                await parking.resume()
+        finally:
+            gate.set()
+        await busy
+    advance(server.engine, [generation], 1)
 
 
 async def test_a_session_whose_rows_share_memory_stays(stack_of) -> None:
