@@ -55,6 +55,8 @@ class Replicator:
         number = 0  # copies have lower numbers than ordinary steps
         while not (self._follows or self._closed):
             async with turn:
+                if self._closed:  # perhaps the session too, meanwhile
+                    break
                 changes: list[pb.Change] = []
                 if self._start_again:  # the other session drops its positions, and takes the present number of rows
                     batch_size = self._session.batch_size

@@ -119,6 +119,18 @@ async def test_a_server_that_cannot_be_reached_gets_no_copy(monkeypatch) -> None
     await source.replicator.close()
 
 
+async def test_a_copy_that_is_closed_while_it_waits_for_its_turn_reads_nothing() -> None:
+    source = Source(80)
+    async with source.turn:
+        copying = asyncio.ensure_future(source.copy())
+        await asyncio.sleep(0)
+        await source.replicator.close()
+        del source.session.length  # as of a session that has ended
+    with pytest.raises(PeerUnavailable):
+        await copying
+    assert taken() == []
+
+
 async def test_the_copy_gets_the_rows_that_the_session_has_when_copying_begins() -> None:
     """The other session was opened before: a batch that has grown since would not fit its rows."""
     source = Source(80)
