@@ -41,7 +41,7 @@ class WorkItem:
         deliver: takes the result, or the exception that ended the work; called on ``loop``. For next positions, it
             takes ``rows`` before that.
         rows: for each of the next positions, what ``deliver`` needs to know of it.
-        loop: the event loop that submitted the work, as all work of a ``Scheduler`` has.
+        loop: the event loop that submitted the work. In a ``Scheduler``, all work has one.
         client: the peer id of the client; empty if the work is the server's own.
         user: which of the client's users the work is for, under a name that the client chooses.
         names: the client and the user of each of the next positions.

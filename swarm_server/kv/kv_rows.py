@@ -328,7 +328,7 @@ class Growth:
             page.filled[row] = filled
 
     def shorten(self, length: int) -> None:
-        """Cut the grown rows to ``length`` positions, at least as many as they had. Later positions get the room."""
+        """Cut the grown rows to ``length`` positions, and leave the room behind them to later positions."""
         self.finish(row.beginning(length) for row in self.rows)
         ends = {(part.page, part.row): part.end for row in self.rows for part in chain.from_iterable(row.parts)}
         for page, row, filled in list(self._filled):
