@@ -84,10 +84,7 @@ class RoomQueue:
         return [applicant.client for applicant in self._waiting]
 
     def in_turn(self, shares: FairShares, held: Held) -> list[Applicant]:
-        """Return the applicants by turn.
-
-        ``held``: the bytes of admitted sessions. The method adds the bytes for which the applicants ask.
-        """
+        """Return the applicants by turn. ``held``, the bytes of admitted sessions, grows by what they ask for."""
         within: list[Applicant] = []
         beyond: list[Applicant] = []
         for applicant in self._waiting:

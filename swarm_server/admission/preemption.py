@@ -50,10 +50,7 @@ class Claim:
         self._can_park_from_s = 0.0
 
     def park_by(self, park: Callable[[], Awaitable[bool]], can_park: Callable[[], bool]) -> None:
-        """Let ``park`` take the session out of the cache while ``can_park`` returns True.
-
-        ``park`` returns whether the session has left.
-        """
+        """Let ``park`` take the session out of the cache, if it can, while ``can_park``; it returns whether it has."""
         self._park, self._can_park = park, can_park
 
     def park(self) -> None:

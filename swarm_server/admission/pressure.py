@@ -197,12 +197,9 @@ def _those_with_more(missing: int, others: Sequence[Tenant], held: Held, shares:
 def juniors_last(
     shares: FairShares, held: Held, client: Caller, more_bytes: int
 ) -> Callable[[Caller, tuple[float, int]], tuple[bool, float, int]]:
-    """Return a function that gives the seniority of a client's session of some age.
+    """Return a seniority in which sessions of clients above their share count as younger than all others.
 
-    Sessions of clients above their share count as younger than all others.
-
-    Args:
-        client: the client whose session grows by ``more_bytes``. It is judged by what it will hold then.
+    ``client``, whose session grows by ``more_bytes``, is judged by what it will hold then.
     """
     held.add(client, more_bytes)
     is_over = {client.peer_id: shares.exceeds(client, held)}

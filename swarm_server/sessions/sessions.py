@@ -182,10 +182,7 @@ class HostedSession:
             return await self._in_turn(request, payload)
 
     async def _in_turn(self, request: pb.Step, payload: torch.Tensor, failure: Exception | None = None) -> bool:
-        """Do what ``step`` does, while the caller holds the session's turn.
-
-        ``failure``: the error with which a first attempt to compute the step has ended already.
-        """
+        """Do what ``step`` does, while the caller holds the turn. ``failure``: the error of a first attempt."""
         if not self._routed.is_set():
             await self._routed.wait()
         if self.closed or request.number <= self.number:  # the step was there before, through another stream
@@ -291,11 +288,7 @@ class HostedSession:
         self._rest.add_done_callback(partial(self._ended, on_end))
 
     def _complete_step(self, request: pb.Step, known: Container[StepKind]) -> StepKind | SessionStep | None:
-        """Check the step, and return what ``begin`` returns; None if the hidden states are incomplete.
-
-        Raises:
-            RequestRejected, PeerBusy: the step is refused.
-        """
+        """Return what ``begin`` does; None if hidden states are incomplete. Raise the error that refuses the step."""
         start = request.start_position
         kind = self._kind_of_next(request, start)
         if kind is not None and kind in known:

@@ -35,10 +35,7 @@ class StepOutputs:
         return []
 
     def fill(self, answer: pb.Output, request: pb.Step, codec: pb.Codec) -> list[bytes]:
-        """Fill in the answer to a step that was computed alone, or that wants no outputs.
-
-        Return the parts of the hidden states that follow the answer.
-        """
+        """Fill in the answer to a step that was computed alone or wants no outputs; return the parts that follow it."""
         answer.number = request.number
         num_wanted = request.outputs_wanted if request.HasField("outputs_wanted") else None
         if num_wanted == 0:
