@@ -70,7 +70,8 @@ class Always(Speculation):
         self._size_of_tests = DraftPlan(rows, length)
 
     def begin(self, prompt: list[int], ranking: Ranking) -> Guessing | None:
-        assert self.draft is not None
+        if self.draft is None or self.off:
+            return None
         return Guessing(self, self.draft, prompt, ranking, _FixedPolicy(self.draft.acceptance, self._size_of_tests))
 
 

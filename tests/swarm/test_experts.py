@@ -135,7 +135,7 @@ def cells_of(server: ServerProcess) -> set[tuple[int, ...]]:
         (["--import", "no_such_module"], 2, "--import: No module named 'no_such_module'"),
         (["--kind", "none"], 1, "experts of kind 'none' are not known: expected one of"),
         (["--cells", "1.2", "4.0"], 2, "'4.0' is no expert of demo: expected 2 numbers of the grid (4, 6)"),
-        (["--replicas", "9"], 2, "replicas: expected 0 to 8"),
+        (["--replicas", "9"], 2, "replicas is 9: expected 0 to 8"),
         (["--host", "0.0.0.0"], 2, "nobody can call 0.0.0.0"),
         (["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{'Qm' + 'Y' * 44}"], 1, "no initial peer answered"),
     ],
