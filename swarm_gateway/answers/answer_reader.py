@@ -165,11 +165,12 @@ class AnswerReader:
             value = [{"name": name.strip(), "arguments": json.loads(arguments)} for name, _, arguments in pairs]
         for item in value if isinstance(value, list) else [value]:
             function = item.get("function", item) if isinstance(item, dict) else None
-            if not isinstance(function, dict) or function.get("name") not in self._names:
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str) or name not in self._names:  # a model may write anything as the name
                 raise ValueError("no call of a tool")
             arguments = function.get("arguments", function.get("parameters", {}))
             if not isinstance(arguments, dict):
                 raise ValueError("arguments are no object")
             own = {"id": item["id"]} if isinstance(item.get("id"), str) else {}
-            calls.append(ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False), **own))
+            calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False), **own))
         return calls

@@ -96,6 +96,13 @@ def test_nothing_is_lost_however_the_text_comes(tokenizer: Any, name: str) -> No
             assert (len(found.calls), found.text) == (num_calls, "" if num_calls else broken)
 
 
+def test_a_call_of_a_name_that_is_no_text_stays_text(tokenizer: Any) -> None:
+    for name in ('["add"]', '{"a": 1}', "7", "null"):
+        text = f'<tool_call>\n{{"name": {name}, "arguments": {{}}}}\n</tool_call>'
+        found = read_in_parts(AnswerReader(call_regions(tokenizer_of("qwen", tokenizer)), TOOLS), text, seed=0)
+        assert (found.calls, found.text) == ([], text)
+
+
 @pytest.mark.parametrize(
     ("choice", "special"), [("required", True), ({"type": "function", "function": {"name": "add"}}, False)]
 )
