@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,9 +41,15 @@ def conversation_text(asked: ChatRequest, tokenizer: PreTrainedTokenizerBase) ->
     whole = text(turns, offered)
     if offered and whole == text(turns, []):
         raise _unknown_to_template("tools")
-    for number, turn in enumerate(turns):
-        other = _other_turn(turn)
-        if other is not None and whole == text([*turns[:number], other, *turns[number + 1 :]], offered):
+    # One text with marks shows all that the template leaves out: a text for each message would take a thread for hours.
+    mark = uuid.uuid4().hex  # nobody can have written it
+    numbers = {number for number, turn in enumerate(turns) if "tool_calls" in turn or turn["role"] == "tool"}
+    if numbers:
+        marked = [
+            _marked(turn, f"{mark}_{number}_") if number in numbers else turn for number, turn in enumerate(turns)
+        ]
+        shown = re.findall(f"{mark}_([0-9]+)_", text(marked, offered))
+        if numbers != set(map(int, shown)):
             raise _unknown_to_template("messages")
     return whole
 
@@ -102,14 +110,16 @@ def _with_text_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**turn, "tool_calls": calls}
 
 
-def _other_turn(turn: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the turn without its call, or with another result: the text must differ. None if it has neither."""
+def _marked(turn: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return the turn with ``mark`` behind the name of each call, or else behind the result of a call."""
     if "tool_calls" in turn:
-        return {name: value for name, value in turn.items() if name != "tool_calls"}
-    if turn["role"] != "tool":
-        return None
+        calls = copy.deepcopy(turn["tool_calls"])
+        for call in calls:
+            call["function"]["name"] += mark
+        return turn | {"tool_calls": calls}
     content = turn["content"]
-    return turn | {"content": content + "?" if isinstance(content, str) else [*content, *content]}
+    marked = content + mark if isinstance(content, str) else [*content, {"type": "text", "text": mark}]
+    return turn | {"content": marked}
 
 
 def _unknown_to_template(param: str) -> ApiError:

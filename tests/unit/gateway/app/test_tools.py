@@ -12,6 +12,9 @@ import pytest
 
 from swarm_gateway.answers.answer_reader import AnswerReader
 from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions
+from swarm_gateway.generation.conversation import conversation_text
+from swarm_gateway.generation.requests import ChatRequest
+from swarm_gateway.limits.admission import ApiError
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.marks import always
 from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve
@@ -259,6 +262,39 @@ def test_a_template_that_leaves_out_what_tools_say_is_refused(gateway: Gateway) 
                 )
         finally:
             gateway.tokenizer.chat_template = before
+
+
+def test_the_template_runs_as_often_for_many_calls_as_for_one(tokenizer: Any) -> None:
+    own, counts = tokenizer_of("qwen", tokenizer), []
+    real = own.apply_chat_template
+    call = {"id": "abc123def", "function": {"name": "look", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "two"},
+    ]
+
+    def counted(*args: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return real(*args, **options)
+
+    own.apply_chat_template = counted
+    for num_calls in (1, 20):
+        counts.append(0)
+        asked = ChatRequest.model_validate(ASK | {"messages": [*ASK["messages"], *turns * num_calls]})
+        text = conversation_text(asked, own)
+        assert text.count("two") == num_calls and "_0_" not in text
+    assert counts[0] == counts[1]
+
+
+def test_one_result_of_many_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{% for turn in messages[:-1] %}{{ turn.content }}{% endfor %}"
+    turns = [{"role": "tool", "tool_call_id": "abc123def", "content": "two"} for _ in range(3)]
+    asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], *turns]}
+    with pytest.raises(ApiError, match="chat template leaves them out"):
+        conversation_text(ChatRequest.model_validate(asked), own)
+    asked["messages"].append({"role": "user", "content": "So?"})
+    assert conversation_text(ChatRequest.model_validate(asked), own) == "Sorttwotwotwo"
 
 
 def test_the_tokenizer_may_say_where_calls_are(serve: Serve, tokenizer: Any) -> None:
