@@ -27,13 +27,15 @@ class Preparations:
         """Return what ``work`` returns, or raise what it raises.
 
         Raises:
-            ApiError: too many long requests wait.
+            ApiError: too many long requests wait, or the gateway is ending.
         """
         if num_bytes <= _LONG_BYTES:
             return await asyncio.to_thread(work)
         try:
             (place,) = await self._admission.join(key, 1, "preparations")
-        except ApiError:
+        except ApiError as error:
+            if error.status != 429:  # such as that of a gateway that is ending
+                raise
             message = "too many long prompts wait to be made into tokens: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S) from None
         try:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from swarm_gateway.limits.admission import ApiError, GatewayLimits, LocalAdmission
+from swarm_gateway.limits.admission import ApiError, GatewayLimits, LocalAdmission, QueueName, QueuePlace
 from swarm_gateway.limits.preparing import Preparations
 from tests.unit.support import until
 
@@ -84,3 +84,13 @@ async def test_more_long_requests_than_may_wait_are_refused() -> None:
     assert refused.value.status == 429
     first.goes_on.set()
     assert await asyncio.gather(one, two) == [7, 8]
+
+
+async def test_a_gateway_that_is_ending_does_not_say_that_prompts_wait() -> None:
+    class EndingAdmission(LocalAdmission):
+        async def join(self, key: str, count: int, queue: QueueName = "generations") -> list[QueuePlace]:
+            raise ApiError(503, "this gateway is ending", code="ending")
+
+    with pytest.raises(ApiError, match="is ending") as refused:
+        await Preparations(EndingAdmission()).run("key", LONG, lambda: 9)
+    assert refused.value.status == 503
