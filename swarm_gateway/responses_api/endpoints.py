@@ -7,6 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
@@ -51,7 +52,10 @@ async def _generated(store: ResponseStore, received: ReceivedRequest[ResponsesRe
     asked, key = received.fields, received.key
     before: list[Item] = []
     if asked.previous_response_id is not None:
-        before = items_of(await asyncio.to_thread(store.conversation, key, asked.previous_response_id))
+        stored, num_bytes = await asyncio.to_thread(store.conversation, key, asked.previous_response_id)
+        before = await asyncio.to_thread(items_of, stored)
+        # What came before is prepared too, so a short request with a long history takes its turn as a long one.
+        received = replace(received, num_bytes=received.num_bytes + num_bytes)
     work = await begin(received, asked.as_chat(before))
     form = ResponseWriter(asked, work.model.name, work.num_prompt)
     async with aclosing(work.items()) as items:

@@ -50,16 +50,21 @@ class ResponseStore:
         items: list[dict[str, Any]] = json.loads(self._row(key, response_id)[1])
         return items
 
-    def conversation(self, key: str, response_id: str) -> list[dict[str, Any]]:
-        """Return all items up to the end of a response. Raise ApiError if one before it is not stored any more."""
+    def conversation(self, key: str, response_id: str) -> tuple[list[dict[str, Any]], int]:
+        """Return all items up to the end of a response, and the bytes that their responses take in the store.
+
+        Raise ApiError if a response before it is not stored any more.
+        """
         parts: list[list[dict[str, Any]]] = []
+        num_bytes = 0
         earlier: str | None = response_id
         while earlier is not None:
             if len(parts) == _MOST_PREVIOUS:
                 raise ApiError(400, f"expected at most {_MOST_PREVIOUS} previous responses", param=_PREVIOUS)
             earlier, items, response = self._row(key, earlier, param=_PREVIOUS)
+            num_bytes += len(items) + len(response)
             parts.append([*json.loads(items), *json.loads(response)["output"]])
-        return [item for part in reversed(parts) for item in part]
+        return [item for part in reversed(parts) for item in part], num_bytes
 
     def delete(self, key: str, response_id: str) -> None:
         """Forget a response. Raise ApiError if there is none of this key."""
