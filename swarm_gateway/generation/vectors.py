@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from swarm_gateway.generation.beginning import ReceivedRequest
 from swarm_gateway.generation.generation_trace import request_attributes
 from swarm_gateway.generation.requests import EmbeddingRequest
 from swarm_gateway.limits.admission import ApiError, QueuePlace
+from swarm_gateway.web.http import as_json
 from swarm_gateway.web.models import ServedModel
 from swarm_protocol.process.routine import end_tasks
 from swarm_protocol.telemetry.tracing import tracing
@@ -41,6 +42,15 @@ async def vectors_of(
         for place in places:
             place.leave()
     return model, vectors, num_tokens
+
+
+async def with_vectors(rest: dict[str, Any], name: str, entries: Iterable[Any]) -> bytes:
+    """Return the JSON of an answer: the fields ``rest``, and the field ``name`` with an entry for each vector."""
+    written = []
+    for entry in entries:
+        await asyncio.sleep(0)  # lets other streams go on, because the numbers of a large request take seconds
+        written.append(as_json(entry))
+    return as_json(rest)[:-1] + f',"{name}":['.encode() + b",".join(written) + b"]}"
 
 
 async def _embed(

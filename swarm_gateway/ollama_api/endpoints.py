@@ -14,7 +14,7 @@ from swarm_gateway.answers.capabilities import capabilities_of
 from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import EmbeddingRequest, validated
-from swarm_gateway.generation.vectors import vectors_of
+from swarm_gateway.generation.vectors import vectors_of, with_vectors
 from swarm_gateway.ollama_api.formats import OLLAMA, AnswerFormat, tag
 from swarm_gateway.ollama_api.requests import ChatCall, EmbedCall, GenerateCall, OldEmbedCall, ShowCall
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
@@ -89,8 +89,8 @@ async def _embedded(received: ReceivedRequest[EmbedCall]) -> AsyncGenerator[byte
     texts = validated(EmbeddingRequest, {"model": received.fields.model, "input": received.fields.input})
     model, vectors, num_tokens = await vectors_of(received, texts)
     total = int((time.perf_counter() - received.began_s) * 1e9)
-    found = {"model": model.name, "embeddings": [_of_length_1(vector) for vector in vectors]}
-    yield as_json(found | {"total_duration": total, "load_duration": 0, "prompt_eval_count": num_tokens})
+    rest = {"model": model.name, "total_duration": total, "load_duration": 0, "prompt_eval_count": num_tokens}
+    yield await with_vectors(rest, "embeddings", map(_of_length_1, vectors))
 
 
 async def _embedded_one(received: ReceivedRequest[OldEmbedCall]) -> AsyncGenerator[bytes, None]:

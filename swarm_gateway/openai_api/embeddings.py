@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -11,8 +10,7 @@ import numpy as np
 
 from swarm_gateway.generation.beginning import ReceivedRequest
 from swarm_gateway.generation.requests import EmbeddingRequest
-from swarm_gateway.generation.vectors import vectors_of
-from swarm_gateway.web.http import as_json
+from swarm_gateway.generation.vectors import vectors_of, with_vectors
 
 
 async def embeddings(received: ReceivedRequest[EmbeddingRequest]) -> AsyncGenerator[bytes, None]:
@@ -23,13 +21,11 @@ async def embeddings(received: ReceivedRequest[EmbeddingRequest]) -> AsyncGenera
     asked = received.fields
     model, vectors, num_tokens = await vectors_of(received, asked)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    data = []
-    for index, vector in enumerate(vectors):
-        await asyncio.sleep(0)  # lets other streams go on, because the numbers of a large request take seconds
-        written = _written(vector, asked.encoding_format)
-        data.append(as_json({"object": "embedding", "index": index, "embedding": written}))
-    rest = as_json({"object": "list", "model": model.name, "usage": usage})
-    yield rest[:-1] + b',"data":[' + b",".join(data) + b"]}"
+    entries = (
+        {"object": "embedding", "index": index, "embedding": _written(vector, asked.encoding_format)}
+        for index, vector in enumerate(vectors)
+    )
+    yield await with_vectors({"object": "list", "model": model.name, "usage": usage}, "data", entries)
 
 
 def _written(vector: Sequence[float], encoding: str) -> Any:

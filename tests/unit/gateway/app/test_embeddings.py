@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import json
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from swarm_gateway.generation.vectors import with_vectors
 from swarm_gateway.limits.admission import GatewayLimits
 from swarm_gateway.web.models import mean_hidden
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
@@ -59,6 +62,23 @@ def test_what_is_refused(gateway: Gateway, more: dict[str, Any], param: str) -> 
     with pytest.raises(openai.BadRequestError) as refused:
         gateway.client().embeddings.create(**{"model": DEFAULT_MODEL, "input": "so"} | more)
     assert refused.value.param == param and param in str(refused.value)
+
+
+async def test_other_work_goes_on_while_vectors_become_json() -> None:
+    num_turns = 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(other())
+    body = await with_vectors({"model": "m"}, "data", ([float(number)] for number in range(9)))
+    working.cancel()
+    assert json.loads(body) == {"model": "m", "data": [[float(number)] for number in range(9)]}
+    assert num_turns >= 9
+    assert json.loads(await with_vectors({"model": "m"}, "data", [])) == {"model": "m", "data": []}
 
 
 def test_they_wait_in_the_queue_and_leave_it(serve: Serve) -> None:
