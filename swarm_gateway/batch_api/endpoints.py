@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
 from swarm_gateway.batch_api.requests import CreateBatch, read_lines
 from swarm_gateway.batch_api.store import BatchStore
@@ -20,6 +21,7 @@ from swarm_gateway.generation.beginning import read_request
 from swarm_gateway.limits.admission import ApiError
 from swarm_gateway.web.database import owner_of
 from swarm_gateway.web.http import Gateway, listing
+from swarm_gateway.web.metrics import DISCONNECTED
 
 MOST_FILE_BYTES = 64 * 2**20
 _WINDOW_S = 86400
@@ -109,7 +111,8 @@ def _created(store: BatchStore, asked: CreateBatch, key: str) -> dict[str, Any]:
 
 def _listed(entries: Sequence[dict[str, Any]], after: str, limit: str) -> Response:
     """Return the entries after the one with the id ``after``, at most ``limit``. Raise ApiError if that is invalid."""
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
+    # The length comes first: ``int`` refuses thousands of digits with an error of its own.
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= _MOST_LISTED:
         raise ApiError(400, f"limit is {limit[:20]!r}: expected 1 to {_MOST_LISTED}", param="limit")
     first = next((number for number, entry in enumerate(entries, 1) if entry["id"] == after), 0)
     data = entries[first : first + int(limit)]
@@ -144,8 +147,11 @@ async def _uploaded(request: Request) -> tuple[str, str, bytes]:
 
 async def _limited(request: Request) -> AsyncGenerator[bytes, None]:
     num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > MOST_FILE_BYTES:
-            raise ApiError(413, f"the file is larger than {MOST_FILE_BYTES} bytes", param="file")
-        yield part
+    try:
+        async for part in request.stream():
+            num_bytes += len(part)
+            if num_bytes > MOST_FILE_BYTES:
+                raise ApiError(413, f"the file is larger than {MOST_FILE_BYTES} bytes", param="file")
+            yield part
+    except ClientDisconnect:
+        raise ApiError(DISCONNECTED, "the connection was closed before the whole file had come") from None

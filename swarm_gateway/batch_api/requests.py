@@ -27,7 +27,10 @@ class CreateBatch(Fields):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] = Field(default={})
+    # OpenAI's limits. Batches cannot be deleted, and do not count among the bytes that a store may take.
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default={}, max_length=16
+    )
 
 
 class _Line(Fields):

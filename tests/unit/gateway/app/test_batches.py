@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -255,8 +256,28 @@ def test_lists_come_in_pages(gateway: Gateway) -> None:
     page = gateway.client().batches.list(limit=2)
     assert [each.id for each in page.data] == ids[:2:-1] and page.has_more
     assert [each.id for each in gateway.client().batches.list(limit=2)] == ids[::-1]  # the client turns the pages
-    for limit in ("0", "x", "101"):
+    for limit in ("0", "x", "101", "9" * 5000):
         assert httpx.get(f"{gateway.url}/v1/batches?limit={limit}", timeout=WAIT_S).status_code == 400
+
+
+@pytest.mark.parametrize("metadata", [{"x" * 65: ""}, {"x": "y" * 513}, {str(number): "" for number in range(17)}])
+def test_more_metadata_than_openai_takes_are_refused(gateway: Gateway, metadata: dict[str, str]) -> None:
+    client = gateway.client()
+    file = client.files.create(file=("night.jsonl", json.dumps(line("r")).encode()), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="metadata"):
+        client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata)
+
+
+def test_a_client_that_leaves_during_an_upload_is_no_failure_of_the_server(gateway: Gateway) -> None:
+    host = gateway.url.removeprefix("http://")
+    head = f"POST /v1/files HTTP/1.1\r\nHost: {host}\r\nContent-Length: 1000\r\n"
+    with socket.create_connection(host.split(":"), WAIT_S) as connection:
+        connection.sendall(f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n".encode())
+    deadline_s, found = time.monotonic() + WAIT_S, ""
+    while 'swarm_requests_total{endpoint="/v1/files",' not in found:
+        assert time.monotonic() < deadline_s, found
+        found = httpx.get(f"{gateway.url}/metrics", timeout=WAIT_S).text
+    assert 'swarm_requests_total{endpoint="/v1/files",status="499"} 1.0' in found
 
 
 def test_files_that_are_refused(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
