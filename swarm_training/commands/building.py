@@ -103,13 +103,13 @@ def build_batches(
     data: DataSettings, reader: DataReader, tokenizer: PreTrainedTokenizerBase, batch_size: int, cache: Path
 ) -> BlockBatches | StreamBatches:
     """Open the batches. ``cache``: a directory for tokens of all data. Raises ValueError if there is no such data."""
-    directory = cache / _fingerprint(data, tokenizer)
+    directory = cache / _fingerprint(data, reader.run, tokenizer)
     return open_batches(data, reader, _tokenize_with(tokenizer), tokenizer.eos_token_id, batch_size, directory)
 
 
 def build_blocks(data: DataSettings, run: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> TokenBlocks:
     """Open all of the data; ``cache`` as for ``build_batches``. Raises ValueError if there is no such data."""
-    directory = cache / _fingerprint(data, tokenizer)
+    directory = cache / _fingerprint(data, run, tokenizer)
     return open_blocks(data, run, _tokenize_with(tokenizer), tokenizer.eos_token_id, directory)
 
 
@@ -130,11 +130,12 @@ def _tokenize_with(tokenizer: PreTrainedTokenizerBase) -> Tokenize:
     return tokenize
 
 
-def _fingerprint(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash that differs if the data or the tokenizer differ."""
+def _fingerprint(data: DataSettings, run: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash that differs if the data, the run or the tokenizer differ."""
     path = Path(data.source).expanduser()
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    facts: list[Any] = [data.source, data.column, data.split, data.config]
+    # The run decides the order of files and shards, and all its peers must have the same table.
+    facts: list[Any] = [run, data.source, data.column, data.split, data.config]
     for file in files:
         if file.is_file():
             facts.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])

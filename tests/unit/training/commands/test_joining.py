@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,6 +106,23 @@ def test_it_trains_as_plain_torch_does_until_the_schedules_end(file: RunFile, tm
     assert AutoTokenizer.from_pretrained(served.name_or_path).get_vocab() == tokenizer.get_vocab()
     for name, parameter in model.state_dict().items():
         torch.testing.assert_close(saved.parameters[name], parameter, atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_of_another_run_are_not_taken_since_its_files_come_in_another_order(
+    file: RunFile, tmp_path: Path
+) -> None:
+    texts = tmp_path / "several"
+    texts.mkdir()
+    for number in range(9):
+        (texts / f"{number}.txt").write_text(f"{number} " * 40)
+    data, tokenizer = replace(file.data, source=str(texts)), build_tokenizer(file.model)
+
+    def blocks(run: str, cache: str) -> list[list[int]]:
+        found = building.build_blocks(data, run, tokenizer, tmp_path / cache)
+        return found.rows(np.arange(len(found))).tolist()
+
+    blocks("one", "shared")
+    assert blocks("other", "shared") == blocks("other", "own") != blocks("one", "shared")
 
 
 def test_when_the_run_goes_back_later_checkpoints_are_removed_and_the_data_go_on(file: RunFile, tmp_path: Path) -> None:
