@@ -186,6 +186,8 @@ def _check(record: Progress) -> None:
         raise ValueError("a number in a record of progress is not finite, or negative")
     if not record.loss > -inf:
         raise ValueError("the loss in a record of progress is no number")
+    if not 1 <= record.target_batch_size <= _MAX_COUNT:  # views divide by it
+        raise ValueError("the batch in a record of progress has no samples, or too many")
     if max(getattr(record, name) for name in _COUNTS) > _MAX_COUNT or record.state not in pb.PeerState.values():
         raise ValueError("a number in a record of progress is out of range")
     if not is_squared_norm(record.squared_norm) or not is_squared_norm((record.global_squared_norm or 0.0,)):

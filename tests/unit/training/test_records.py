@@ -66,6 +66,7 @@ def test_what_another_has_signed_or_nobody_is_refused(change: object) -> None:
         {"address": "a\n"},
         {"run": "x" * 600},
         {"step": 1 << 63},
+        {"target_batch_size": 0},
         {"loss": float("nan")},
         {"loss": float("-inf")},
         {"loss_samples": 1 << 63},
