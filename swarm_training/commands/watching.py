@@ -45,9 +45,11 @@ def watch(
 
 
 def as_json(view: RunView) -> dict[str, Any]:
-    """Return a view as values for JSON, where a loss that is not finite is null: JSON has no infinity."""
-    loss = view.loss if view.loss is not None and isfinite(view.loss) else None
-    return {**dataclasses.asdict(view), "loss": loss, "samples_per_s": view.samples_per_s}
+    """Return a view as values for JSON, where a number that is not finite is null: JSON has no infinity."""
+    # The speeds that peers claim are finite, but their sum may not be, nor a time that is divided by it.
+    numbers = {"loss": view.loss, "next_step_s": view.next_step_s, "samples_per_s": view.samples_per_s}
+    finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
+    return {**dataclasses.asdict(view), **finite}
 
 
 def picture(view: RunView, now: float) -> list[RenderableType]:

@@ -55,6 +55,12 @@ def test_a_loss_that_is_not_finite_and_the_rollback_after_it() -> None:
     assert "step 30   rollbacks 2   loss 2.3457" in shown(after) and as_json(after)["rollbacks"] == 2
 
 
+def test_json_has_no_infinity_whatever_speeds_peers_claim() -> None:
+    fast, slow = (replace(VIEW.peers[0], samples_per_s=speed) for speed in (1.7e308, 5e-324))
+    found = as_json(replace(VIEW, peers=(fast, fast), next_step_s=1 / slow.samples_per_s))
+    assert json.loads(json.dumps(found, allow_nan=False))["samples_per_s"] is None is found["next_step_s"]
+
+
 def test_the_newest_loss_on_held_out_data_and_the_lowest_one() -> None:
     assert "held-out" not in shown(VIEW)
     evaluated = replace(VIEW, held_out=HeldOutView(40, 2.5), best_held_out=HeldOutView(30, 2.25))
