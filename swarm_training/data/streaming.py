@@ -119,7 +119,18 @@ class StreamBatches:
         return {"source": source, "used": used, "buffer": self._number, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Load a state, and read its buffer again, if it had one. Raise ValueError if the data have changed."""
+        """Load a state, and read its buffer again, if it had one.
+
+        Raise ValueError if the data have changed; the present state stays then.
+        """
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except (ValueError, KeyError):  # perhaps in the middle of a file that comes at another place in this order
+            self._load(before)
+            raise
+
+    def _load(self, state: State) -> None:
         self._source.load_state_dict(state["source"])
         self._texts = self._source.texts()
         self._documents.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,24 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([5, 4, 20], [26, 12]):
         with pytest.raises(ValueError, match="the data are not those of the saved state"):
             stream(lengths, f"{len(lengths)}.txt").load_state_dict(one.state_dict())
+
+
+def test_a_stream_whose_state_is_refused_starts_over(tmp_path: Path) -> None:
+    files_source(tmp_path)
+    files = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    orders: dict[int, str] = {}  # a seed for each file that may come first
+    for seed in map(str, range(99)):
+        orders.setdefault(int(SampleOrder(seed, 2).samples(np.array([0]))[0]), seed)
+    text_first, json_first = (batches(FileTexts(files, orders[first])) for first in (0, 1))
+    state = text_first.state_dict()
+    state |= {
+        "source": state["source"] | {"offset": 3, "line": 1},
+        "buffer": 0,
+    }  # in a line of JSON, in the other order
+    with pytest.raises(ValueError):
+        json_first.load_state_dict(state)
+    fresh = batches(FileTexts(files, orders[1]))
+    assert all(torch.equal(json_first.next_batch(), fresh.next_batch()) for _ in range(9))
 
 
 @pytest.mark.parametrize(("num_shards", "num_parts"), [(6, 2), (5, 3), (2, 5), (1, 3)])
