@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -76,7 +77,10 @@ class GrammarCompiler:
         num_chars = len(values) + len(rules)
         if num_chars > _MOST_CHARS:
             raise ApiError(400, f"{param} has {num_chars} characters: expected at most {_MOST_CHARS}", param=param)
-        reason = _why_none(f"start: {' '.join(schemas)}\n{values}") if schemas else ""
+        try:
+            reason = _why_none(f"start: {' '.join(schemas)}\n{values}") if schemas else ""
+        except subprocess.TimeoutExpired:
+            raise _refused(param, "it takes too long to compile") from None
         if reason:
             raise _refused(param, reason)
         from llguidance import LLMatcher, LLParserLimits
@@ -121,28 +125,28 @@ def _refused(param: str, reason: str) -> ApiError:
 
 @lru_cache(256)
 def _why_none(lark: str) -> str:
-    """Return why ``lark`` is not a valid grammar; an empty string if it is valid."""
+    """Return why ``lark`` is not a valid grammar; an empty string if it is valid.
+
+    Raise TimeoutExpired if the check has had no time to end: a busy machine says nothing about later tries, so this
+    answer is not kept.
+    """
     command = [sys.executable, "-P", str(Path(schema_check.__file__))]
-    try:
-        done = subprocess.run(command, input=lark.encode(), capture_output=True, timeout=_CHECK_S)
-    except subprocess.TimeoutExpired:
-        return "it takes too long to compile"
+    done = subprocess.run(command, input=lark.encode(), capture_output=True, timeout=_CHECK_S)
     if done.returncode:
         return "it is nested too deeply, or takes too long to compile"
     return done.stdout.decode(errors="replace").strip()
 
 
 def _with_large_stack(call: Callable[[], T]) -> T:
-    found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(call()), name="grammar")
-    with _stack_size:
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return found[0]
+    """Return what ``call`` returns in a thread with a stack of ``_STACK_BYTES``, or raise what it raises."""
+    with ThreadPoolExecutor(1, "grammar") as thread:
+        with _stack_size:
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                working = thread.submit(call)  # which starts the thread
+            finally:
+                threading.stack_size(before)
+        return working.result()
 
 
 _stack_size = threading.Lock()  # the size for new threads is a setting of the whole process

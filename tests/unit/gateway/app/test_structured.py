@@ -9,6 +9,9 @@ import jsonschema
 import openai
 import pytest
 
+from swarm_gateway.grammars import compiler as compiler_module
+from swarm_gateway.grammars.compiler import GrammarCompiler
+from swarm_gateway.limits.admission import ApiError
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.unit.gateway.app.conftest import Gateway, RandomBatcher, Serve
 
@@ -51,6 +54,18 @@ def named(schema: dict[str, Any]) -> dict[str, Any]:
 def random(serve: Serve, tokenizer: Any) -> Gateway:
     """Its model has three tokens more than the tokenizer, as many have."""
     return serve(batcher=RandomBatcher(len(tokenizer) + 3), vocab_size=len(tokenizer) + 3)
+
+
+def test_a_schema_that_a_busy_machine_could_not_check_is_checked_again(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [1])
+    schemas = {"answer": {"const": "checked twice"}}
+    with monkeypatch.context() as busy:
+        busy.setattr(compiler_module, "_CHECK_S", 0.0)
+        with pytest.raises(ApiError, match="takes too long"):
+            compiler.compile("start: answer", schemas, "response_format")
+    assert compiler.compile("start: answer", schemas, "response_format").end_ids == (1,)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
