@@ -324,11 +324,13 @@ def _tagged(
 ) -> str:
     """Return the expression of the arguments that follow ``schema``, in its order, and add the schemas of values."""
     properties = properties_of(schema)
+    arguments = _followed(schema, schema)  # which a model of arguments that contains itself gives by a reference
+    required = arguments.get("required")
     before, between = _literals(tags.before, compiler), _literals(tags.between, compiler)
     between_json = between if tags.between_json is None else _literals(tags.between_json, compiler)
     after = _literals(tags.after, compiler)
     if not properties:
-        is_closed = schema.get("additionalProperties") is False
+        is_closed = arguments.get("additionalProperties") is False
         return '""' if is_closed else f"({before} /[A-Za-z_][A-Za-z0-9_-]*/ {between} {_TEXT})*"
     found = []
     for number, (key, value) in enumerate(properties.items()):
@@ -342,7 +344,7 @@ def _tagged(
             schemas[rule] = {key: schema[key] for key in ("$defs", "definitions") if key in schema} | dict(value)
             written = f"{between_json} {rule} {after}"
         argument = f"{before} {json.dumps(key)} {written}"
-        found.append(argument if key in schema.get("required", ()) else f"({argument})?")
+        found.append(argument if isinstance(required, list) and key in required else f"({argument})?")
     return " ".join(found)
 
 

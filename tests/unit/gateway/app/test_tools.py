@@ -11,9 +11,10 @@ import openai
 import pytest
 
 from swarm_gateway.answers.answer_reader import AnswerReader
-from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions
+from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions, calls_grammar
 from swarm_gateway.generation.conversation import conversation_text
 from swarm_gateway.generation.requests import ChatRequest
+from swarm_gateway.grammars.compiler import GrammarCompiler
 from swarm_gateway.limits.admission import ApiError
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from tests.marks import always
@@ -121,6 +122,19 @@ def test_an_answer_that_must_be_a_call(serve: Serve, tokenizer: Any, family: str
             jsonschema.validate(json.loads(arguments), {"add": ADD, "look": LOOK}[name])
             assert name == "add" or choice == "required"
         assert len(calls) == 1 or choice == "required"
+
+
+def test_arguments_are_required_as_their_schema_says_wherever_it_stands(tokenizer: Any) -> None:
+    written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
+    assert written is not None and written.tags is not None
+    own = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    by_reference = {"$ref": "#/$defs/own", "$defs": {"own": own}}
+    wrong = own | {"required": True}  # as older drafts of JSON schema had it
+    found = [
+        calls_grammar(written, {"f": schema}, several=False, compiler=compiler)[0]
+        for schema in (own, by_reference, wrong)
+    ]
+    assert found[0] == found[1] and ")?" not in found[0] and ")?" in found[2]
 
 
 def test_an_answer_is_a_call_or_follows_its_schema(serve: Serve, tokenizer: Any, family: str) -> None:
