@@ -184,13 +184,18 @@ class BatchStore:
         """Return the lines that have their answers."""
         return {line for (line,) in self._database.all("SELECT line FROM answers WHERE batch = ?", batch_id)}
 
-    def finish(self, batch: StoredBatch, fields: Mapping[str, Any]) -> None:
+    def finish(self, batch: StoredBatch, fields: Mapping[str, Any], unanswered: Mapping[int, str]) -> None:
         """Put the answers into files, and end the batch with these fields, all in one transaction.
+
+        Args:
+            unanswered: the text that stands in place of the answer to the request in each line that has none.
 
         Raises:
             sqlite3.Error: the disk is full, for example; nothing has changed then.
         """
         with self._database.transaction():
+            for line, text in unanswered.items():
+                self.add_answer(batch.id, line, succeeded=False, text=text)
             self._change(batch.id, {**fields, **self._answer_files(batch)}, is_over=True)
             self._database.run("DELETE FROM answers WHERE batch = ?", batch.id)
 

@@ -135,12 +135,13 @@ class BatchWorker:
         if job is not None and job.batch.id == batch.id:
             left = [*job.running.values(), *job.pending]
             await end_tasks(list(job.running))
-        code = f"batch_{status}"
-        for line in left:
-            await self._store_answer(batch, line, None, {"code": code, "message": f"the batch was {status}"})
+            job.pending = deque(left)  # for the next try, if the store has no room now
+        error = {"code": f"batch_{status}", "message": f"the batch was {status}"}
         now = int(time.time())
         ended = {"status": status, f"{status}_at": now, "finalizing_at": now}
-        await asyncio.to_thread(self.store.finish, batch, ended)
+        # All in one transaction: tens of thousands of them, one after the other, would hold up all other batches.
+        unanswered = {line.number: _answer_text(line, error=error) for line in left}
+        await asyncio.to_thread(self.store.finish, batch, ended, unanswered)
         if job is not None and job.batch.id == batch.id:
             del self._jobs[batch.owner]
         self._news.set()  # the next batch of this key may begin
@@ -194,12 +195,13 @@ class BatchWorker:
         finally:
             await chunks.aclose()
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-        await self._store_answer(job.batch, line, response, None)
+        text = _answer_text(line, response=response)
+        await asyncio.to_thread(self.store.add_answer, job.batch.id, line.number, succeeded=status == 200, text=text)
 
-    async def _store_answer(
-        self, batch: StoredBatch, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None
-    ) -> None:
-        told = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response}
-        succeeded = response is not None and response["status_code"] == 200
-        text = json.dumps(told | {"error": error}, ensure_ascii=False)
-        await asyncio.to_thread(self.store.add_answer, batch.id, line.number, succeeded=succeeded, text=text)
+
+def _answer_text(
+    line: BatchLine, *, response: dict[str, Any] | None = None, error: dict[str, Any] | None = None
+) -> str:
+    """Return the line of an answer, in the shape of OpenAI's files, without the end of the line."""
+    said = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": error}
+    return json.dumps(said, ensure_ascii=False)

@@ -182,15 +182,16 @@ def test_a_batch_ends_whole_or_not_at_all(tmp_path: Path) -> None:
         for event in ("UPDATE ON batches", "DELETE ON answers"):
             other.execute(f"CREATE TRIGGER full BEFORE {event} BEGIN SELECT RAISE(ABORT, 'no room'); END")
             with pytest.raises(sqlite3.Error, match="no room"):
-                store.finish(batch, {"status": "completed"})
+                store.finish(batch, {"status": "cancelled"}, {1: "later", 2: "{}"})
             assert not store.files("ada") and store.unfinished() and store.answered("b") == {0, 1}
             other.execute("DROP TRIGGER full")
-    store.finish(batch, {"status": "completed"})
+    store.finish(batch, {"status": "cancelled"}, {1: "later", 2: "{}"})
     done = store.batch("ada", "b")
     assert {done["output_file_id"], done["error_file_id"]} == {file["id"] for file in store.files("ada")}
     assert (
-        done["request_counts"] == {"completed": 1, "failed": 1} and not store.unfinished() and not store.answered("b")
+        done["request_counts"] == {"completed": 1, "failed": 2} and not store.unfinished() and not store.answered("b")
     )
+    assert store.content(batch.owner, done["error_file_id"]) == b"{}\n{}\n"
     store.close()
 
 
