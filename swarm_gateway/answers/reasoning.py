@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from swarm_gateway.grammars.compiler import GrammarCompiler
 
 _TAIL = 16  # tokens at the end of a prompt, which may begin the reasoning or say that there is none
-_SPACE = "/[ \\n]{0,4}/"
+_SPACE = "/[ \\n]{0,4}/"  # without a limit, a model might write only whitespace
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 _CALL = {"function": {"name": "{name}", "arguments": "{content}"}}
-_MOST_REFERENCES = 16  # that are followed from one schema to the next
+_MOST_REFERENCES = 16  # that are followed from one schema to the next, as references may form a cycle
 _INDEX = re.compile("[0-9]{1,2}")
 
 
@@ -114,6 +114,7 @@ def _functions_in_dsml(block: str) -> CallFormat:
     )
 
 
+# The first format whose markers a template has is taken: a marker that other families have too comes after theirs.
 FORMATS = (
     CallFormat(  # Llama 3.1 to 3.3
         marker='"parameters": dictionary of argument name',
@@ -254,7 +255,7 @@ FORMATS = (
 
 def call_format_of(template: str) -> CallFormat | None:
     """Return the call format of a chat template; None if it is unknown."""
-    plain = template.replace('\\"', '"')
+    plain = template.replace('\\"', '"')  # Jinja's strings escape the quotes of JSON
     return next((known for known in FORMATS if known.marker in plain and known.second_marker in plain), None)
 
 

@@ -58,7 +58,7 @@ async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionR
     )
     new_reader = partial(answer_reader, asked, model, requests[0].prompt)
     new_reader()  # an unknown format is refused before a place is taken
-    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])
+    num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])  # the choices of a prompt count it once
     places = await gateway.admission.join(received.key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
     operation = "chat" if isinstance(asked, ChatRequest) else "text_completion"

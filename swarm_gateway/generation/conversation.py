@@ -85,7 +85,7 @@ def _rendered(
 
 
 def _takes_parts_alone(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template omits content that is no list of parts, as some models' that see do."""
+    """Return whether the chat template omits plain text as content: some models with vision expect parts alone."""
     if not tokenizer.chat_template:
         return False
     probe = {"role": "user", "content": "probe"}

@@ -98,7 +98,7 @@ class _Writer:
         for token in prompt:
             said.append(SaidToken(token, offset))
             offset += len(text.put(token.id))
-        self._num_decoded = self._num_sent = len(echo)
+        self._num_decoded = self._num_sent = len(echo)  # offsets count from the beginning of the echo
         return Delta(self._choice, echo, tuple(said))
 
     def put(self, token: Token) -> Delta | None:
@@ -180,7 +180,7 @@ class QueuedGenerations:
         """
         queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._write(choice, queue)) for choice in range(len(self.requests))]
-        for task in tasks:  # an error is raised below
+        for task in tasks:  # called after the task's last item; an error is raised below
             task.add_done_callback(lambda task: queue.put_nowait(None if task.cancelled() else task.exception()))
         try:
             num_ended = 0
@@ -211,6 +211,7 @@ class QueuedGenerations:
         echo = self.echoes[choice] if self.echoes else None
         async with aclosing(stream(self.model.batcher, request)) as items:
             async for item in items:
+                # Events of servers may come before, and do not begin the answer.
                 if echo is not None and isinstance(item, Scored | Token | str):
                     queue.put_nowait(writer.begin(echo, item.prompt if isinstance(item, Scored) else ()))
                     echo = None

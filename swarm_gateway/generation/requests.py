@@ -89,7 +89,7 @@ class _Generating(Fields):
 
     @model_validator(mode="after")
     def _penalties_that_agree(self) -> _Generating:
-        if None is not self.repeat_penalty != self.repetition_penalty is not None:
+        if None is not self.repeat_penalty != self.repetition_penalty is not None:  # both are given, and differ
             message = "repeat_penalty and repetition_penalty differ: expected one of them"
             raise ApiError(400, message, param="repeat_penalty")
         return self
@@ -134,7 +134,7 @@ class ChatRequest(_Generating):
     def _fields_that_agree(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given: expected logprobs to be true", param="top_logprobs")
-        if None is not self.max_tokens != self.max_completion_tokens is not None:
+        if None is not self.max_tokens != self.max_completion_tokens is not None:  # both are given, and differ
             raise ApiError(400, "max_tokens and max_completion_tokens differ: expected one of them", param="max_tokens")
         names = [tool.function.name for tool in self.tools]
         if len(names) != len(set(names)):

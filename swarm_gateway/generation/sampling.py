@@ -61,6 +61,7 @@ def requests_of(asked: ChatRequest | CompletionRequest, model: ServedModel) -> l
     model.check_tokens(bias, "logit_bias")
     model.check_tokens(asked.stop_token_ids, "stop_token_ids")
     prompts = prompts_of(asked, model)
+    # A chat has one prompt.
     grammar = grammar_of(asked, model, prompts[0][0]) if isinstance(asked, ChatRequest) else None
     requests: list[Request] = []
     for prompt, pictures in prompts:
@@ -145,7 +146,7 @@ def generation_config(asked: ChatRequest | CompletionRequest, own: GenerationCon
         do_sample=True,
         temperature=_first(asked.temperature, own.temperature, 1.0),
         top_p=_first(asked.top_p, own.top_p, 1.0),
-        top_k=max(0, int(_first(asked.top_k, own.top_k, 0))),
+        top_k=max(0, int(_first(asked.top_k, own.top_k, 0))),  # -1 means all tokens too, as with vLLM
         min_p=asked.min_p if asked.min_p is not None else own.min_p,
     )
 

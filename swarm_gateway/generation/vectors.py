@@ -32,7 +32,7 @@ async def vectors_of(
     num_tokens = sum(map(len, inputs))
     vectors: list[list[float]] = [[] for _ in inputs]
     places = await gateway.admission.join(key, min(_TOGETHER, len(inputs)))
-    numbered = enumerate(inputs)
+    numbered = enumerate(inputs)  # the tasks share this iterator, which gives each input to one of them
     tasks = [asyncio.create_task(_embed(model, place, numbered, vectors)) for place in places]
     gateway.metrics.prompt_tokens.inc(num_tokens)
     try:

@@ -60,7 +60,8 @@ def check_key(keys: Sequence[str], header: str | None) -> str:
     scheme, _, given = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise ApiError(401, "there is no API key: expected `Authorization: Bearer KEY`", code="invalid_api_key")
-    found = [key for key in keys if hmac.compare_digest(key.encode(), given.strip().encode())]  # compares with all
+    # Compare with all keys, and all bytes of each: the time that this takes says nothing about the keys.
+    found = [key for key in keys if hmac.compare_digest(key.encode(), given.strip().encode())]
     if not found:
         raise ApiError(401, "the API key is not known here", code="invalid_api_key")
     return found[0]
@@ -166,6 +167,7 @@ class GenerationQueue:
         if count > most:
             message = f"the request asks for {count} generations: this server takes {most} at most"
             raise ApiError(400, message, param="n")
+        # The first ones begin at once where active places are free, which is only while nobody waits.
         if not self._fits(key, count - (limits.max_active - self.num_active)):
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=_RETRY_S)

@@ -194,6 +194,7 @@ def _turns(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
             turn["tool_calls"] = []
         for call in message.tool_calls:
             num_calls += 1
+            # Some chat templates, such as Mistral's, require ids of nine letters or digits.
             waiting.append((call.id or f"{num_calls:09d}", call.function.name))
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
             function = {"name": call.function.name, "arguments": arguments}

@@ -22,6 +22,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # Many tokenizers drop the leading space of the first token that they decode, so each one follows this text.
         self._before = list(tokenizer("a", add_special_tokens=False).input_ids)
         self._num_before = len(self._decode(self._before))
 
