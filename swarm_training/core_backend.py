@@ -77,6 +77,7 @@ def look(who: Joining) -> Iterator[Callable[[], RunView]]:
 
     async def see(board: DhtPeerRegistry) -> RunView:
         moderation.take(await board.read_orders())
+        # The collector reads the same list.
         known[:] = peers_of(who.run, await board.read(), moderation.banned())
         bans = shown_bans(moderation.bans())
         view = view_of(who.run, who.target_batch_size, tuple(known), bans, who.config.max_samples)

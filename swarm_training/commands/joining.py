@@ -323,7 +323,8 @@ def prepare(
 
 def resume(trained: TrainingSetup, say: Say, is_founder: bool = True) -> Moment | None:
     """Load model, optimizer and data of the newest intact checkpoint here, and return its moment; None: there is none.
-    The founder goes on from there; who joins offers it to a run that starts again, and needs none.
+
+    The founder goes on from there. A peer that joins needs no checkpoint; it offers its own to a run that starts again.
 
     Raises:
         CheckpointError: all checkpoints of a founder are damaged.

@@ -59,6 +59,7 @@ class FileTexts:
             with path.open("rb") as lines:
                 lines.seek(self._offset)
                 for line in lines:
+                    # Before the line is yielded, so that a state that is saved meanwhile begins with the next one.
                     self._offset += len(line)
                     self._line += 1
                     is_ours = (self._line - 1) % self._part.count == self._part.index

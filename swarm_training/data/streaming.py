@@ -135,7 +135,7 @@ class StreamBatches:
         self._texts = self._source.texts()
         self._documents.clear()
         self._start, self._used_before = (state["source"], state["used"]), state["used"]
-        self._buffer, self._number = [], state["buffer"] - 1
+        self._buffer, self._number = [], state["buffer"] - 1  # ``_fill`` counts up
         if state["buffer"] >= 0:
             self._fill()
         if state["taken"] > len(self._buffer):

@@ -82,7 +82,7 @@ class Evaluation:
         memo: dict[int, object] = {id(parameter): parameter for parameter in self._given.parameters()}
         self._trained = [nn.Parameter(each.detach().new_empty(0), requires_grad=False) for each in trained]
         memo |= {id(each): empty for each, empty in zip(trained, self._trained, strict=True)}
-        self._model = copy.deepcopy(self._given, memo).eval()
+        self._model = copy.deepcopy(self._given, memo).eval()  # what is in ``memo`` takes the place of copies
         self._buffers = list(zip(self._given.buffers(), self._model.buffers(), strict=True))
 
     def snapshot(self, parameters: Iterable[Tensor]) -> Snapshot:
@@ -108,7 +108,7 @@ class Evaluation:
                     samples += count
                     if snapshot.is_stopped:
                         raise Stopped
-            finally:
+            finally:  # the memory is free until the next evaluation
                 for empty in self._trained:
                     empty.data = empty.new_empty(0)
         if not samples:

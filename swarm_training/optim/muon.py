@@ -46,6 +46,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a closure was given: expected none, since gradients are averaged between steps")
         for part in self._parts:
+            # Loading a state replaces the groups and the state of this optimizer, but not those of its parts.
             is_hidden = part.param_groups[0]["is_hidden"]
             part.param_groups = [group for group in self.param_groups if group["is_hidden"] == is_hidden]
             part.state = self.state

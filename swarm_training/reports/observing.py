@@ -14,11 +14,11 @@ _MOST_EVENTS = 30
 
 
 class RunObserver:
-    """The observer of one run, who completes its views by what earlier views and the run file say.
+    """The observer of one run, which completes each view with what earlier views and the run file say.
 
-    The share of time in which peers compute is estimated: the time that all peers would need for the samples that came,
-    at the speed that they report, beside the time that has passed. It is known once a step has been seen from its
-    beginning to its end. The samples that a batch has beyond its target are not counted, so the share may be too low.
+    The share of time in which peers compute is an estimate. It is the time that all peers need for the samples that
+    came, at the speed that they report, divided by the time that has passed. It is known once a step has been seen from
+    its beginning to its end. Samples beyond the target of a batch do not count, so the share may be too low.
     """
 
     def __init__(self, rate: Callable[[int], float], checkpoint_every: int) -> None:
