@@ -372,10 +372,20 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _may_be_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
     """Return whether a value that follows ``schema`` may be a string."""
-    kinds = schema.get("type")
-    if kinds is not None:
-        return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(name), list):
-            return any(_may_be_text(_followed(choice, root), root) for choice in schema[name])
-    return "enum" not in schema and "const" not in schema
+    seen: set[int] = set()  # references may form a cycle, or lead to one schema in more ways than can be followed
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        kinds = each.get("type")
+        choices = next((each[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(each.get(name), list)), None)
+        if kinds is not None:
+            if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+                return True
+        elif choices is not None:
+            waiting += [_followed(choice, root) for choice in choices]
+        elif "enum" not in each and "const" not in each:
+            return True
+    return False

@@ -137,6 +137,21 @@ def test_arguments_are_required_as_their_schema_says_wherever_it_stands(tokenize
     assert found[0] == found[1] and ")?" not in found[0] and ")?" in found[2]
 
 
+def test_a_schema_is_read_in_time_however_often_it_names_others(tokenizer: Any) -> None:
+    """Each level names the next one twice, which are 2**50 ways; the last level names the first."""
+    written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
+    assert written is not None
+    for last, is_text in (({"type": "integer"}, False), ({"type": ["null", "string"]}, True), ({"enum": [1]}, False)):
+        levels: dict[str, Any] = {
+            str(level): {"anyOf": [{"$ref": f"#/$defs/{level + 1}"}, {"$ref": f"#/$defs/{level + 1}"}]}
+            for level in range(50)
+        }
+        levels["50"] = {"anyOf": [{"$ref": "#/$defs/0"}, last]}
+        schema = {"type": "object", "properties": {"a": levels["0"]}, "required": ["a"], "$defs": levels}
+        _, schemas = calls_grammar(written, {"f": schema}, several=False, compiler=compiler)
+        assert bool(schemas) != is_text  # a value that is no text follows the rule of its schema
+
+
 def test_an_answer_is_a_call_or_follows_its_schema(serve: Serve, tokenizer: Any, family: str) -> None:
     own = tokenizer_of(family, tokenizer, special=True)
     gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
