@@ -32,7 +32,7 @@ _LONGEST_WAIT_S = 55.0  # less than the ``join_timeout_s`` of peers that join me
 
 def require_count(name: str, value: int) -> None:
     if not 1 <= value <= _MAX_COUNT:
-        raise ValueError(f"{name} is {value}: expected at least 1")
+        raise ValueError(f"{name} is {value}: expected {'at least 1' if value < 1 else f'at most {_MAX_COUNT}'}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class ModelSettings:
             require_one_of(self, "preset", PRESETS)
         if self.preset and not self.tokenizer:
             raise ValueError("tokenizer is missing: expected one, since a preset has none of its own")
+        require(self, "seed", -(2**63) <= self.seed < 2**64, "-2**63 to 2**64 - 1")  # the range of ``manual_seed``
         require(self, "init", not self.preset or self.init == "random", "random, since a preset has no weights")
 
 
@@ -106,6 +107,7 @@ class OptimizerSettings:
         require(self, "lr", 0 < self.lr <= _LARGEST, f"a number above 0, up to {_LARGEST:g}")
         require(self, "weight_decay", 0 <= self.weight_decay <= _LARGEST, "a number of at least 0")
         require(self, "warmup_steps", 0 <= self.warmup_steps <= _MAX_COUNT, "at least 0")
+        require(self, "total_steps", 0 <= self.total_steps <= _MAX_COUNT, "at least 1, or 0 (training does not end)")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"total_steps is {self.total_steps}: expected more than the {self.warmup_steps} of warmup_steps, "
