@@ -58,6 +58,8 @@ class AnswerReader:
         Args:
             regions: fields of a ``response_template`` of ``transformers``: ``reasoning``, ``tool_calls``, ``answer``,
                 which is text like all that is in no region, and others, which are left out.
+            tools: the tools that may be called, in OpenAI's shape.
+            several: whether the answer may have more than one call.
             prefix: what the prompt has of the answer, such as the beginning of its reasoning.
         """
         self.several = several
@@ -165,7 +167,9 @@ class AnswerReader:
             value = [{"name": name.strip(), "arguments": json.loads(arguments)} for name, _, arguments in pairs]
         for item in value if isinstance(value, list) else [value]:
             function = item.get("function", item) if isinstance(item, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(function, dict):
+                raise ValueError("no call of a tool")
+            name = function.get("name")
             if not isinstance(name, str) or name not in self._names:  # a model may write anything as the name
                 raise ValueError("no call of a tool")
             arguments = function.get("arguments", function.get("parameters", {}))

@@ -215,7 +215,7 @@ class OutputConfig(_Part):
 
 
 class Thinking(BaseModel):
-    """Whether the model thinks first. Only few chat templates can say so, and none limits how long."""
+    """The setting whether the model thinks first. Few chat templates know it, and none limits how long it thinks."""
 
     type: str
 

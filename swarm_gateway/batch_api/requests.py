@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -55,7 +55,9 @@ def read_lines(content: bytes, endpoint: str) -> tuple[list[BatchLine], list[dic
     found: list[BatchLine] = []
     errors: list[dict[str, Any]] = []
     names: set[str] = set()
-    for number, text in _numbered(content):
+    for number, text in enumerate(content.split(b"\n"), 1):
+        if not text.strip():
+            continue
         try:
             line = _read_line(number, text, endpoint)
             if line.custom_id in names:
@@ -75,10 +77,6 @@ def read_lines(content: bytes, endpoint: str) -> tuple[list[BatchLine], list[dic
         message = f"the file has {len(found)} requests: expected at most {MOST_LINES}"
         errors.append({"code": "too_many_requests", "message": message, "param": None, "line": None})
     return found, errors
-
-
-def _numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
-    return ((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
 
 
 def _read_line(number: int, text: bytes, endpoint: str) -> BatchLine:

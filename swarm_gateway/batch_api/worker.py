@@ -53,7 +53,7 @@ class _Job:
 
 
 class BatchWorker:
-    """Answers the requests of one batch of each key at a time, in the order of the file.
+    """The worker that answers the requests of one batch of each key at a time, in the order of the file.
 
     A request is begun only while no generation waits for its turn, and all batches together have at most half of the
     generations that may be active. One event loop must make all calls.

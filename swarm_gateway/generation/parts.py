@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from swarm_gateway.limits.admission import ApiError
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # OpenAI's pattern for names of tools
-Values: TypeAlias = tuple[Any, ...] | None  # with which an unsupported field is ignored; None: all values
+Values: TypeAlias = tuple[Any, ...] | None  # the values with which an unsupported field is ignored; None: all values
 
 
 def _unsupported(name: str, values: tuple[Any, ...]) -> ApiError:

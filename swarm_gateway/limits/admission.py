@@ -137,8 +137,9 @@ class QueuePlace:
 class GenerationQueue:
     """A queue that limits how many generations are active. Waiting generations take turns, round robin over keys.
 
-    A key may take as many waiting places as it leaves free, or one: half if it waits alone, a third if two keys wait.
-    A key's first place is never refused while a place is free. One event loop must make all calls.
+    A key may take at most as many waiting places as stay free beside its own, which is half of them if it waits alone,
+    and a third if two keys wait. Its first place is never refused while a place is free. One event loop must make all
+    calls.
     """
 
     def __init__(self, limits: GatewayLimits, *, is_shared: bool = True) -> None:

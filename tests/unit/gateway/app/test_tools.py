@@ -294,7 +294,8 @@ def test_a_template_that_leaves_out_what_tools_say_is_refused(gateway: Gateway) 
 
 
 def test_the_template_runs_as_often_for_many_calls_as_for_one(tokenizer: Any) -> None:
-    own, counts = tokenizer_of("qwen", tokenizer), []
+    own = tokenizer_of("qwen", tokenizer)
+    counts: list[int] = []
     real = own.apply_chat_template
     call = {"id": "abc123def", "function": {"name": "look", "arguments": "{}"}}
     turns = [
@@ -319,7 +320,7 @@ def test_one_result_of_many_that_the_template_leaves_out_is_refused(tokenizer: A
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{% for turn in messages[:-1] %}{{ turn.content }}{% endfor %}"
     turns = [{"role": "tool", "tool_call_id": "abc123def", "content": "two"} for _ in range(3)]
-    asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], *turns]}
+    asked: dict[str, Any] = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], *turns]}
     with pytest.raises(ApiError, match="chat template leaves them out"):
         conversation_text(ChatRequest.model_validate(asked), own)
     asked["messages"].append({"role": "user", "content": "So?"})
