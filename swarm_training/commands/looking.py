@@ -57,8 +57,8 @@ def view_of(
     max_samples: int = 0,
 ) -> RunView:
     """Return the view of a run. Records are some seconds old, and not all equally old. Loss and bytes are of the last
-    step that each peer reports. All speeds count for the next step. ``max_samples``: those
-    that count of one peer, whatever it claims; 0: all."""
+    step that each peer reports. All speeds count for the next step. ``max_samples``: the most samples that count of one
+    peer, whatever it claims; 0: all."""
     if not peers:
         return RunView(run, 0, None, 0, target_batch_size, None, 0, 0, bans=bans)
     moment = max(peer.moment for peer in peers)

@@ -147,8 +147,11 @@ def to_agree_on(
 
 
 def have_ended(own: Progress, roster: Collection[str], ended: Iterable[Progress]) -> bool:
-    """Return whether the others have ended the run at a later moment than this peer's: a quorum of the peers that
-    decide about its next step, or half of those without this peer, say it. A single peer of several cannot."""
+    """Return whether others have ended the run at a later moment than this peer's.
+
+    A quorum of the roster must say it, or half of the roster without this peer. A single peer of several cannot.
+    ``roster``: the ids of the peers that decide about this peer's next step. ``ended``: the records that say it.
+    """
     enders = {record.peer_id for record in ended if record.moment > own.moment}
     others = set(roster) - {own.peer_id}
     return bool(enders) and (has_quorum(enders, roster, ()) or 2 * len(enders & others) >= max(1, len(others)))

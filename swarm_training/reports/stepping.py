@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StepReports:
-    """The reports of one run, step by step. A place that fails is reported to no more, and the run goes on."""
+    """The reports of one run, step by step. A reporter that fails gets no more numbers, and the run goes on."""
 
     def __init__(self, reporters: Iterable[RunReporter]) -> None:
         self._reporters = list(reporters)
