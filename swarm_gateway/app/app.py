@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -25,7 +26,7 @@ from swarm_gateway.openai_api.endpoints import openai_router
 from swarm_gateway.pages.router import add_pages
 from swarm_gateway.responses_api.endpoints import responses_router
 from swarm_gateway.responses_api.store import ResponseStore
-from swarm_gateway.web.http import OPENAI, Dialect, Gateway, refusal
+from swarm_gateway.web.http import OPENAI, Dialect, Gateway, as_api_error, refusal
 from swarm_gateway.web.metrics import CountRequests, Metrics
 from swarm_gateway.web.models import SwarmModels
 from swarm_protocol.telemetry.exporting import Telemetry
@@ -103,6 +104,10 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
         return refusal(error, _dialect_of(request.url.path))
+
+    @app.exception_handler(sqlite3.Error)  # such as a full disk, outside of answers in chunks
+    async def refuse_for_now(request: Request, error: sqlite3.Error) -> Response:
+        return refusal(as_api_error(error), _dialect_of(request.url.path))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:

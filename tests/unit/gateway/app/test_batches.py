@@ -195,6 +195,14 @@ def test_a_batch_ends_whole_or_not_at_all(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_store_that_fails_is_answered_in_the_shape_of_errors(serve: Serve) -> None:
+    store = BatchStore(None)
+    url = serve(batches=store).url
+    store.close()
+    answer = httpx.get(f"{url}/v1/files", timeout=WAIT_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+
+
 def test_a_swarm_that_fails_is_asked_again(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_RETRY_S", 0.05)
     monkeypatch.setattr(worker_module, "_LOOK_S", 0.02)
