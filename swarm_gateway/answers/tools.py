@@ -366,7 +366,8 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
             break
         schema = root
         for step in place.removeprefix("#").split("/")[1:]:
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
+            name = step.replace("~1", "/").replace("~0", "~")  # as a JSON pointer writes these two
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
     return schema if isinstance(schema, Mapping) else {}
 
 

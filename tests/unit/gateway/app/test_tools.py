@@ -128,7 +128,7 @@ def test_arguments_are_required_as_their_schema_says_wherever_it_stands(tokenize
     written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
     assert written is not None and written.tags is not None
     own = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    by_reference = {"$ref": "#/$defs/own", "$defs": {"own": own}}
+    by_reference = {"$ref": "#/$defs/a~1b~0", "$defs": {"a/b~": own}}
     wrong = own | {"required": True}  # as older drafts of JSON schema had it
     found = [
         calls_grammar(written, {"f": schema}, several=False, compiler=compiler)[0]
