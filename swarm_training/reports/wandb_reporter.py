@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 _STEP = "step"
 
@@ -19,9 +20,20 @@ class WandbReporter:
         except wandb.Error as error:
             raise ValueError(f"--report wandb:{project} cannot begin: {error}") from None
         self._run.define_metric("*", step_metric=_STEP)
+        self._error: type[Exception] = wandb.Error
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log({**scalars, _STEP: step})
+        with self._as_os_errors():
+            self._run.log({**scalars, _STEP: step})
 
     def close(self) -> None:
-        self._run.finish()
+        with self._as_os_errors():
+            self._run.finish()
+
+    @contextmanager
+    def _as_os_errors(self) -> Iterator[None]:
+        """Raise OSError in place of errors of Weights & Biases: a reporter may raise no other, and training goes on."""
+        try:
+            yield
+        except self._error as error:
+            raise OSError(str(error)) from None

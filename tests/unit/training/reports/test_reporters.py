@@ -130,9 +130,15 @@ def test_weights_and_biases_gets_each_step_on_an_axis_of_steps(monkeypatch: pyte
         if project == "forbidden":
             raise Refused("no key")
         calls.append(("init", project, name))
+
+        def log(numbers: dict[str, float]) -> None:
+            if numbers["step"] > 3:
+                raise Refused("the service is gone")
+            calls.append(("log", numbers))
+
         return SimpleNamespace(
             define_metric=lambda name, step_metric: calls.append(("metric", name, step_metric)),
-            log=lambda numbers: calls.append(("log", numbers)),
+            log=log,
             finish=lambda: calls.append(("finish",)),
         )
 
@@ -142,6 +148,8 @@ def test_weights_and_biases_gets_each_step_on_an_axis_of_steps(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "swarm_training.reports.wandb_reporter", raising=False)
     reporter = parse_report("wandb:our-project")("my-run")
     reporter.add(3, {"loss/training": 2.0})
+    with pytest.raises(OSError, match="the service is gone"):
+        reporter.add(4, {"loss/training": 2.0})
     reporter.close()
     assert calls == [
         ("init", "our-project", "my-run"),
