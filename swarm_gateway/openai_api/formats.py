@@ -58,8 +58,10 @@ class _Format:
         self.texts = texts
 
     def whole(self, deltas: Sequence[Delta], num_choices: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        owns = ([delta for delta in deltas if delta.choice == choice] for choice in range(num_choices))
-        choices = [self._whole(joined(own)) for own in owns]
+        by_choice: list[list[Delta]] = [[] for _ in range(num_choices)]
+        for delta in deltas:
+            by_choice[delta.choice].append(delta)
+        choices = list(map(self._whole, map(joined, by_choice)))
         return self._head(self.whole_kind) | {"choices": choices, "usage": numbers}
 
     def chunk(self, item: Item) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -20,7 +20,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from swarm_client.batching.request import TokenListener
+from swarm_gateway.generation.generating import Delta
 from swarm_gateway.limits.admission import GatewayLimits
+from swarm_gateway.openai_api.formats import CompletionFormat
 from swarm_gateway.web.http import OPENAI, ChunkedResponse
 from swarm_gateway.web.metrics import CountRequests, Metrics
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
@@ -609,3 +611,18 @@ def test_a_stream_is_kept_alive_whenever_it_says_nothing(monkeypatch: pytest.Mon
     said = [part for part in sent if part != idle]
     assert said[0] == b"start" and said[1] == b"first" and b"nobody serves the blocks" in said[2]
     assert said[3:] == [b""]
+
+
+def test_a_whole_answer_reads_its_pieces_once_however_many_choices_there_are() -> None:
+    num_reads = 0
+
+    class Pieces(list[Delta]):
+        def __iter__(self) -> Iterator[Delta]:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__iter__()
+
+    pieces = Pieces(Delta(choice, f"{part}{choice} ") for part in "ab" for choice in range(9))
+    whole = CompletionFormat("m", None).whole(pieces, 9, {})
+    assert [choice["text"] for choice in whole["choices"]] == [f"a{choice} b{choice} " for choice in range(9)]
+    assert num_reads == 1
