@@ -12,6 +12,7 @@ from swarm_gateway.anthropic_api.requests import CountRequest, MessagesRequest
 from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.sampling import prompts_of
+from swarm_gateway.limits.preparing import beside_streams
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
 
 ANTHROPIC_PREFIX = "/v1/messages"
@@ -34,7 +35,7 @@ def anthropic_router(gateway: Gateway) -> APIRouter:
 
 
 async def _generated(received: ReceivedRequest[MessagesRequest]) -> AsyncGenerator[bytes, None]:
-    work = await begin(received, received.fields.as_chat())
+    work = await begin(received, await beside_streams(received.num_bytes, received.fields.as_chat))
     form = MessageFormat(work.model.name, work.num_prompt)
     async with aclosing(work.items()) as items:
         if not received.fields.stream:
@@ -47,7 +48,7 @@ async def _generated(received: ReceivedRequest[MessagesRequest]) -> AsyncGenerat
 
 
 async def _counted(received: ReceivedRequest[CountRequest]) -> AsyncGenerator[bytes, None]:
-    gateway, chat = received.gateway, received.fields.as_chat()
+    gateway, chat = received.gateway, await beside_streams(received.num_bytes, received.fields.as_chat)
     model = await gateway.models.get(chat.model)
     ((prompt, _),) = await gateway.preparations.run(received.key, received.num_bytes, lambda: prompts_of(chat, model))
     yield as_json({"input_tokens": len(prompt)})

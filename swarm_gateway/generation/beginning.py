@@ -14,6 +14,7 @@ from swarm_gateway.generation.conversation import answer_reader
 from swarm_gateway.generation.generating import QueuedGenerations
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, parse
 from swarm_gateway.generation.sampling import echoes_of, requests_of
+from swarm_gateway.limits.preparing import beside_streams
 from swarm_gateway.web.http import Gateway, read_body
 
 R = TypeVar("R", bound=BaseModel)
@@ -39,7 +40,8 @@ async def read_request(gateway: Gateway, kind: type[R], request: Request, key: s
     began_s = time.perf_counter()
     await gateway.admission.count(key)
     body = await read_body(request)
-    return ReceivedRequest(gateway, key, parse(kind, body), len(body), began_s)
+    fields = await beside_streams(len(body), lambda: parse(kind, body))
+    return ReceivedRequest(gateway, key, fields, len(body), began_s)
 
 
 async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionRequest) -> QueuedGenerations:

@@ -13,6 +13,11 @@ _LONG_BYTES = 64 * 1024  # of a body; tokenizing this much text takes about 40 m
 _RETRY_S = 5
 
 
+async def beside_streams(num_bytes: int, read: Callable[[], T]) -> T:
+    """Return what ``read`` makes of a body of so many bytes; that of a long one takes up to seconds, so in a thread."""
+    return await asyncio.to_thread(read) if num_bytes > _LONG_BYTES else read()
+
+
 class Preparations:
     """The preparation of requests: short ones at once, long ones one by one, which leaves threads and memory to others.
 

@@ -15,6 +15,7 @@ from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_requ
 from swarm_gateway.generation.generating import Delta
 from swarm_gateway.generation.requests import EmbeddingRequest, validated
 from swarm_gateway.generation.vectors import vectors_of, with_vectors
+from swarm_gateway.limits.preparing import beside_streams
 from swarm_gateway.ollama_api.formats import OLLAMA, AnswerFormat, tag
 from swarm_gateway.ollama_api.requests import ChatCall, EmbedCall, GenerateCall, OldEmbedCall, ShowCall
 from swarm_gateway.web.http import ChunkedResponse, Gateway, as_json
@@ -63,7 +64,7 @@ def ollama_router(gateway: Gateway) -> APIRouter:
 
 async def _generated(received: ReceivedRequest[ChatCall | GenerateCall]) -> AsyncGenerator[bytes, None]:
     asked, is_chat = received.fields, isinstance(received.fields, ChatCall)
-    translated = asked.as_openai()
+    translated = await beside_streams(received.num_bytes, asked.as_openai)
     if translated is None:
         model = await received.gateway.models.get(asked.model)
         loaded = AnswerFormat(model.name, received.began_s, is_chat=is_chat).loaded()

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from swarm_gateway.generation.beginning import ReceivedRequest, begin, read_request
 from swarm_gateway.generation.generating import Delta
+from swarm_gateway.limits.preparing import beside_streams
 from swarm_gateway.responses_api.formats import RESPONSES, ResponseWriter
 from swarm_gateway.responses_api.requests import Item, ResponsesRequest, items_of
 from swarm_gateway.responses_api.store import ResponseStore
@@ -56,7 +57,7 @@ async def _generated(store: ResponseStore, received: ReceivedRequest[ResponsesRe
         before = await asyncio.to_thread(items_of, stored)
         # What came before is prepared too, so a short request with a long history takes its turn as a long one.
         received = replace(received, num_bytes=received.num_bytes + num_bytes)
-    work = await begin(received, asked.as_chat(before))
+    work = await begin(received, await beside_streams(received.num_bytes, lambda: asked.as_chat(before)))
     form = ResponseWriter(asked, work.model.name, work.num_prompt)
     async with aclosing(work.items()) as items:
         async for item in items:

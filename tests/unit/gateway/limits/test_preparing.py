@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from swarm_gateway.limits.admission import ApiError, GatewayLimits, LocalAdmission, QueueName, QueuePlace
-from swarm_gateway.limits.preparing import Preparations
+from swarm_gateway.limits.preparing import Preparations, beside_streams
 from tests.unit.support import until
 
 LONG, SHORT = 2**21, 100
@@ -94,3 +94,8 @@ async def test_a_gateway_that_is_ending_does_not_say_that_prompts_wait() -> None
     with pytest.raises(ApiError, match="is ending") as refused:
         await Preparations(EndingAdmission()).run("key", LONG, lambda: 9)
     assert refused.value.status == 503
+
+
+async def test_long_bodies_are_read_beside_the_streams_of_the_event_loop() -> None:
+    assert await beside_streams(SHORT, threading.get_ident) == threading.get_ident()
+    assert await beside_streams(LONG, threading.get_ident) != threading.get_ident()
