@@ -55,6 +55,8 @@ async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionR
     """
     gateway = received.gateway
     model = await gateway.models.get(asked.model)
+    # A body of 10 kB can ask for 262,144 generations. They are refused before they are prepared.
+    gateway.admission.limits.check_count(asked.num_generations)
     requests, echoes = await gateway.preparations.run(
         received.key, received.num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
     )

@@ -102,6 +102,10 @@ class _Generating(Fields):
         return self
 
     @property
+    def num_generations(self) -> int:
+        return self.n
+
+    @property
     def is_background(self) -> bool:
         return self.service_tier == "flex"
 
@@ -230,6 +234,10 @@ class CompletionRequest(_Generating):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_generations(self) -> int:
+        return self.n * len(self.prompt)
 
 
 class EmbeddingRequest(Fields):

@@ -83,6 +83,13 @@ class GatewayLimits:
         if self.requests_per_minute is not None and self.requests_per_minute < 1:
             raise ValueError(f"--requests-per-minute is {self.requests_per_minute}: expected at least 1")
 
+    def check_count(self, count: int, most_queued: int | None = None) -> None:
+        """Raise ApiError if a request may never have ``count`` generations, of which ``most_queued`` may wait."""
+        most = self.max_active + (self.max_queued if most_queued is None else most_queued)
+        if count > most:
+            message = f"the request asks for {count} generations: this server takes {most} at most"
+            raise ApiError(400, message, param="n")
+
 
 DEFAULT_LIMITS = GatewayLimits()
 
@@ -164,10 +171,7 @@ class GenerationQueue:
             ApiError: there is no room for all of them, or other keys need the room.
         """
         limits = self._limits
-        most = limits.max_active + (self._share(limits.max_queued) if self._is_shared else limits.max_queued)
-        if count > most:
-            message = f"the request asks for {count} generations: this server takes {most} at most"
-            raise ApiError(400, message, param="n")
+        limits.check_count(count, self._share(limits.max_queued) if self._is_shared else None)
         # The first ones begin at once where active places are free, which is only while nobody waits.
         if not self._fits(key, count - (limits.max_active - self.num_active)):
             message = f"{self.num_active} generations are active and {self.num_queued} wait: try again later"

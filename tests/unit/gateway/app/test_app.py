@@ -626,3 +626,9 @@ def test_a_whole_answer_reads_its_pieces_once_however_many_choices_there_are() -
     whole = CompletionFormat("m", None).whole(pieces, 9, {})
     assert [choice["text"] for choice in whole["choices"]] == [f"a{choice} b{choice} " for choice in range(9)]
     assert num_reads == 1
+
+
+def test_more_generations_than_there_can_be_are_refused_before_they_are_prepared(gateway: Gateway) -> None:
+    unknown = [[10**9]] * 2048  # which preparing them would refuse
+    with pytest.raises(openai.BadRequestError, match="262144 generations: this server takes 320 at most"):
+        gateway.client().completions.create(model=DEFAULT_MODEL, prompt=unknown, n=128)
