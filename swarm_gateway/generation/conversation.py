@@ -111,15 +111,16 @@ def _with_text_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _marked(turn: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return the turn with ``mark`` behind the name of each call, or else behind the result of a call."""
+    """Return the turn with ``mark`` in the arguments of each call, or else behind the result of a call."""
     if "tool_calls" in turn:
         calls = copy.deepcopy(turn["tool_calls"])
-        for call in calls:
-            call["function"]["name"] += mark
+        for call in calls:  # not in the name, in whose place Kimi's template writes the id
+            arguments = call["function"]["arguments"]
+            marked = arguments | {mark: mark} if isinstance(arguments, dict) else f"{arguments}{mark}"
+            call["function"]["arguments"] = marked
         return turn | {"tool_calls": calls}
-    content = turn["content"]
-    marked = content + mark if isinstance(content, str) else [*content, {"type": "text", "text": mark}]
-    return turn | {"content": marked}
+    content, part = turn["content"], {"type": "text", "text": mark}
+    return turn | {"content": content + mark if isinstance(content, str) else [*content, part]}
 
 
 def _unknown_to_template(param: str) -> ApiError:

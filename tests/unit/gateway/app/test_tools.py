@@ -316,6 +316,19 @@ def test_the_template_runs_as_often_for_many_calls_as_for_one(tokenizer: Any) ->
     assert counts[0] == counts[1]
 
 
+def test_a_template_may_write_the_id_of_a_call_in_place_of_its_name(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (  # as Kimi's
+        "{% for turn in messages %}{{ turn.content }}{% for call in turn.tool_calls or [] %}"
+        "{{ call.id }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    for arguments in ('{"a": 1}', "not JSON"):
+        call = {"id": "functions.add:0", "function": {"name": "add", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], turn]}
+        assert "functions.add:0" in conversation_text(ChatRequest.model_validate(asked), own)
+
+
 def test_one_result_of_many_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{% for turn in messages[:-1] %}{{ turn.content }}{% endfor %}"
