@@ -100,7 +100,7 @@ class Evaluation:
         with self._computing:
             try:
                 for empty, value in zip(self._trained, snapshot.values, strict=True):
-                    empty.set_(value.to(empty.device))
+                    empty.data = value.to(empty.device)
                 for (_, own), value in zip(self._buffers, snapshot.buffers, strict=True):
                     own.copy_(value)
                 for loss, count in self._losses(self._model):
@@ -110,7 +110,7 @@ class Evaluation:
                         raise Stopped
             finally:  # the memory is free until the next evaluation
                 for empty in self._trained:
-                    empty.set_(empty.new_empty(0))
+                    empty.data = empty.new_empty(0)
         if not samples:
             raise ValueError("there are no held-out samples: expected at least one")
         return (fsum(parts) / samples if all(map(isfinite, parts)) else inf), samples
