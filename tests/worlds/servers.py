@@ -20,8 +20,10 @@ import torch
 
 from swarm_client.core.config import ClientConfig
 from swarm_client.transport.transport import ServerConnection
+from swarm_protocol.access.tokens import Role
 from swarm_protocol.dht.records import ServerRecord, SwarmView
 from swarm_protocol.errors import PeerUnavailable, RequestRejected
+from swarm_protocol.net.shares import Caller
 from swarm_protocol.span import Span
 from swarm_server.core.counters import Counters
 from swarm_server.engine.session_state import Crop, HistoryChange, NextPositions, RecordPast, Reorder, SessionStep
@@ -332,7 +334,7 @@ class ToyServer:
         neighbours = Neighbours(ChannelPool(connect), lambda: net.view(MODEL))
         services = SpanServices(self.engine, scheduler, self.budget, validator, neighbours, training, counters=counters)
         self.host = SessionManager(services, 100)
-        callers, rest = CallerChecks(client_of=Context.client), {"signer": None, "judge": None, "offering": None}
+        callers, rest = StreamOwners(), {"signer": None, "judge": None, "offering": None}
         hosted, record = lambda: self.host, self.record().to_proto
         self.service = BlocksService(hosted, record, idle_timeout_s, Arrivals(), callers, **rest)
 
@@ -488,6 +490,13 @@ class Context:
 
     def set_details(self, details: str) -> None:
         self.details = details
+
+
+class StreamOwners(CallerChecks):
+    """Checks that take each caller for the client of its simulated stream, where no TLS shows who calls."""
+
+    def admit(self, context: Any, role: Role = Role.CLIENT) -> Caller:
+        return Caller(context.client())
 
 
 async def _call(method: Callable, request: Any, context: Context) -> Any:
