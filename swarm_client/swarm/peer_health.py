@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
@@ -45,11 +44,13 @@ class RttTracker:
 
     async def measure(self, first: Sequence[ServerRecord], others: Sequence[ServerRecord]) -> set[str]:
         """Ping the unknown servers of ``first`` and some of ``others``. Return which of ``first`` do not answer."""
-        unknown = [server for server in others if server.peer_id not in self._rtts_s]
-        # The servers are in the order of their blocks; the sample must reach the last ones, hence the rounding up.
-        some = unknown[:: max(1, ceil(len(unknown) / _AT_ONCE))]
-        asked = {server.peer_id: server for server in (*first, *some) if server.peer_id not in self._rtts_s}
-        tasks = [self._ask(server) for server in islice(asked.values(), max(_AT_ONCE, len(first)))]
+        asked = {server.peer_id: server for server in first if server.peer_id not in self._rtts_s}
+        unknown = [server for server in others if server.peer_id not in self._rtts_s.keys() | asked.keys()]
+        if num_left := max(0, _AT_ONCE - len(asked)):
+            # The servers are in the order of their blocks; the sample must reach the last ones, hence the rounding up.
+            some = unknown[:: max(1, ceil(len(unknown) / num_left))]
+            asked |= {server.peer_id: server for server in some}
+        tasks = [self._ask(server) for server in asked.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=_ENOUGH_S)
         return {server.peer_id for server in first if server.peer_id not in self._rtts_s}

@@ -59,6 +59,14 @@ async def test_of_many_only_some_are_asked_at_a_time(num_servers: int) -> None:
     assert max(map(int, (name[1:] for name in pings.asked[1:]))) > 0.8 * num_servers  # of all blocks
 
 
+async def test_beside_a_long_chain_too_servers_of_all_blocks_are_asked() -> None:
+    names = [f"s{number:03}" for number in range(48)]
+    pings = Pings(dict.fromkeys(names, 0.1))
+    await RttTracker(pings).measure(servers(*names[1:9]), servers(*names))
+    assert {*names[1:9]} < {*pings.asked} and len(pings.asked) == 16
+    assert max(int(name[1:]) for name in pings.asked) > 40
+
+
 async def test_who_failed_is_measured_again() -> None:
     pings = Pings({"a": 0.1})
     trips = RttTracker(pings)
