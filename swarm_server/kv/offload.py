@@ -22,6 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import platformdirs
 import torch
 
+from swarm_protocol.errors import PeerBusy
 from swarm_protocol.wire.constants import MIB
 
 CHUNK_BYTES = 64 * 1024  # of the file; an entry takes whole chunks
@@ -215,9 +216,16 @@ class KvOffload:
             return for_disk_bytes <= 0 or for_disk_bytes + num_entries * CHUNK_BYTES <= self._disk.unheld_bytes
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function that may wait for the disk, in a thread for such calls alone, and return its result."""
+        """Call a function that may wait for the disk, in a thread for such calls alone, and return its result.
+
+        Raise PeerBusy after ``close``.
+        """
         # Not asyncio.to_thread, whose few threads others need too, and for which the end of the event loop waits.
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+        with self._changed:
+            if self._is_closed:
+                raise PeerBusy("the keys and values outside the cache have been dropped")
+            calling = self._threads.submit(function, *arguments)
+        return await asyncio.wrap_future(calling)
 
     def keep(self, key: bytes, size_bytes: int, pack: Callable[[], torch.Tensor]) -> None:
         """Keep an entry of this size while there is room.
@@ -303,9 +311,9 @@ class KvOffload:
         """Drop everything; nothing is kept or held any more. Wait at most ``_PATIENCE_S`` for a write that hangs."""
         with self._changed:
             self._is_closed = True
-        for threads in (self._threads, self._writer):
-            if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)  # calls that wait for a thread still end: nobody has cancelled their callers
+        if self._writer is not None:
+            self._writer.shutdown(wait=False, cancel_futures=True)
         with self._changed:
             self._waiting.clear()
             self._memory, self._disk = _Tier(0), _Tier(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from swarm_protocol.errors import PeerBusy
 from swarm_server.kv import offload as module
 from swarm_server.kv.offload import CHUNK_BYTES, KvOffload, num_chunks
 from tests.unit.support import TIMEOUT_S
@@ -171,6 +173,18 @@ def test_nothing_is_kept_or_held_after_the_end(tmp_path: Path) -> None:
     keep(offload, 2)
     assert found(offload, 1, 2) == [] and not offload.hold(b"\x03", entry(3))
     offload.release(b"\x01", keeps=True)
+
+
+async def test_calls_that_wait_for_a_thread_end_after_the_end_and_later_ones_are_refused() -> None:
+    offload, gate = KvOffload(memory_bytes=100), threading.Event()
+    calls = [asyncio.ensure_future(offload.in_thread(gate.wait)) for _ in range(2 * module._NUM_THREADS)]
+    await asyncio.sleep(0)  # all calls are submitted, and half of them wait for a thread
+    offload.close()
+    gate.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        assert all(await asyncio.gather(*calls))
+    with pytest.raises(PeerBusy, match="have been dropped"):
+        await offload.in_thread(gate.is_set)
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
