@@ -234,7 +234,7 @@ class ChainListener:
             return {hop: error}
         if event.step <= call.answered:  # its outputs have arrived already
             return {}
-        if index == 0 and not call.outputs:  # nothing of the call was computed
+        if index == 0 and not call.outputs:  # if it is the call's first step, nothing was computed
             self.refused = event.step
         if isinstance(error, PeerBusy):
             return {hop: error}
