@@ -86,7 +86,7 @@ def _typed_path(argv: Sequence[str]) -> str:
         if word == "--":
             break
         name, equals, value = word.partition("=")
-        if len(name) > len("--c") and "--config".startswith(name):  # argparse takes abbreviations: --conf FILE
+        if len(name) > len("--") and "--config".startswith(name):  # argparse takes abbreviations: --conf FILE
             found = value if equals else next(words, "")
     return found
 

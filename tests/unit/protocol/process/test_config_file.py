@@ -98,7 +98,7 @@ def test_which_file(parse, tmp_path, monkeypatch):
     monkeypatch.setenv("SWARM_CONFIG", str(third))
     assert parse(own, "run").wait == 6
     assert parse(own, "run", f"--config={other}").wait == 5
-    assert parse(own, "run", "--conf", str(other)).wait == parse(own, "run", f"--co={other}").wait == 5
+    assert parse(own, "run", "--conf", str(other)).wait == parse(own, "run", f"--c={other}").wait == 5
     monkeypatch.setenv("SWARM_CONFIG", "none")
     assert parse(own, "run").wait == 1
     with pytest.raises(ValueError, match=r"nowhere is no file: expected one in TOML, or --config none"):
