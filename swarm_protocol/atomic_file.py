@@ -68,7 +68,8 @@ def _created(path: Path) -> int:
 
 def remove_abandoned(directory: Path) -> None:
     """Remove old partial files in this directory: their writers were killed."""
-    for partial in directory.glob(f".*{PARTIAL_SUFFIX}"):
-        with suppress(OSError):  # another process has removed it, or this user may not
-            if time.time() - partial.stat().st_mtime > ABANDONED_S:
-                partial.unlink()
+    with suppress(OSError):  # the directory has gone, or cannot be read
+        for partial in directory.glob(f".*{PARTIAL_SUFFIX}"):
+            with suppress(OSError):  # another process has removed it, or this user may not
+                if time.time() - partial.stat().st_mtime > ABANDONED_S:
+                    partial.unlink()

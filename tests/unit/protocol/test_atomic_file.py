@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -84,6 +85,14 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
     remove_abandoned(tmp_path)
     assert all(path.is_dir() for path in tmp_path.iterdir())
+
+
+def test_where_a_directory_cannot_be_read_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ESTALE, "the server of this file system has forgotten the directory")
+
+    monkeypatch.setattr(os, "scandir", refused)
+    remove_abandoned(tmp_path)
 
 
 def test_many_write_at_once_and_one_of_them_is_there_whole(tmp_path: Path) -> None:
