@@ -14,6 +14,8 @@ _MAX_BYTES = 64 << 20
 
 def save(path: Path, model: str, messages: list[Message], *, overwrite: bool) -> None:
     """Write the conversation, completely or not at all. Raise ValueError if the file cannot be written."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: expected a file")
     text = json.dumps({"model": model, "messages": messages}, ensure_ascii=False, indent=2) + "\n"
     data = text.encode(errors="backslashreplace")  # typed bytes that are no UTF-8: JSON has the same escapes
     try:

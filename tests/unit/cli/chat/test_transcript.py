@@ -23,3 +23,14 @@ def test_a_turn_whose_bytes_are_no_utf_8_is_saved_and_read_and_nothing_else_is_l
         transcript.save(path, "tiny", TURNS[:0], overwrite=False)
     transcript.save(path, "tiny", TURNS[:0], overwrite=True)
     assert transcript.load(path) == [] and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", [".", "/", "talks"])
+def test_a_directory_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("talks").mkdir()
+    with pytest.raises(ValueError, match=f"^{name} is a directory: expected a file"):
+        transcript.save(Path(name), "tiny", TURNS, overwrite=overwrite)
