@@ -24,7 +24,7 @@ def publish(config: ClientConfig, key: OrganiserKey, revoked: Sequence[GrantEntr
         background.run(_publish(config, key, revoked))
     except NoSwarm as error:
         raise NoSwarm(
-            f"the swarm has not received the revocation, so it still lets the member in: {error}. Once it runs: "
+            f"the swarm has not received the revocation, so it still lets revoked members in: {error}. Once it runs: "
             "`swarm keys publish`"
         ) from None
 
