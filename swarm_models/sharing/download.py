@@ -239,7 +239,7 @@ class _Transfers:
         return next((each for each in late if member.has(each) and member.peer_id not in self._senders[each]), None)
 
     def _count_refusal(self, peer_id: str, error: PeerBusy) -> None:
-        if self._alive_s <= self._arrived_s:  # the first refusal since a piece has arrived
+        if self._alive_s <= self._arrived_s:  # once in a wait: a refusal or a slow piece sets the time
             _logger.info("waiting for members that are busy: %s says %s", short_id(peer_id), error)
         self._alive_s = self._clock()
         self._refusals[peer_id] += 1

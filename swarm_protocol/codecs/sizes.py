@@ -11,7 +11,7 @@ CODECS: dict[str, pb.Codec] = {
     "int4": pb.INT4_BLOCKS,
 }
 CODEC_NAMES = {codec: name for name, codec in CODECS.items()}
-LADDER = tuple(CODECS)  # each codec sends fewer bytes than the one before
+LADDER = tuple(CODECS)
 ALWAYS_KNOWN = frozenset({"raw", "int8"})  # every peer of this wire version reads and writes these
 ANNOUNCED = tuple(name for name in LADDER if name not in ALWAYS_KNOWN)  # codecs that this version also knows
 INT8_BLOCK = 64  # elements that share one scale

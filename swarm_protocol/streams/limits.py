@@ -61,7 +61,7 @@ class BandwidthBudget:
         """Wait until these bytes may pass. A cancelled call returns them to the budget."""
         now_s, takes_s = asyncio.get_running_loop().time(), num_bytes / self._bytes_per_s()
         self.num_bytes += num_bytes
-        # Each call waits until the bytes before its own have passed, so that calls pass in their order.
+        # Each call waits for the bytes of all calls before and for its own, so that calls pass in their order.
         self._free_s = max(self._free_s, now_s - self._burst_s) + takes_s
         if self._free_s > now_s:
             try:
