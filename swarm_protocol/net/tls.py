@@ -29,6 +29,7 @@ _TLS_NAME = "swarm"
 _AUTHORITY_NAME = "swarm clients"
 _AUTHORITY_SECRET = hashlib.sha256(b"the key of this authority is public").digest()
 _MOST_KNOWN = 1024  # cached certificates of clients, because each call shows the certificate again
+_MAX_PEM_BYTES = 1 << 14  # of a client's certificate: a key of 8192 bits and the longest token take under a quarter
 # A client's certificate has its membership token in this extension. The number is random, see ITU-T X.667.
 _TOKEN_OID = x509.ObjectIdentifier("2.25.57207744209203973774103382683557686505")
 _SHOWN_CHARS = 80  # per address in a message
@@ -132,11 +133,15 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> str:
     """Return the peer id of a client, given the ``auth_context`` of its call.
 
     Raises:
-        AccessDenied: the client has shown no certificate, or its key cannot be a peer's.
+        AccessDenied: the client has shown no certificate or a very long one, or its key cannot be a peer's.
     """
     certificate_pem = next(iter(auth_context.get("x509_pem_cert", ())), None)
     if certificate_pem is None:
         raise AccessDenied("the client has shown no certificate")
+    if len(certificate_pem) > _MAX_PEM_BYTES:  # strangers' certificates would fill the memory of what is cached
+        raise AccessDenied(
+            f"the client's certificate has {len(certificate_pem)} bytes: expected at most {_MAX_PEM_BYTES}"
+        )
     return _peer_of(certificate_pem)
 
 
