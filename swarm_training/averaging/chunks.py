@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,13 @@ class Chunk:
 def cut(length: int, shares: Sequence[float], chunk_elements: int) -> tuple[Chunk, ...]:
     """Return chunks of at most ``chunk_elements``. Member j owns a span in proportion to its share. Raise ValueError if
     no member has a share."""
-    total = sum(shares)
-    if not total > 0:
+    # Not ``sum``, which rounds in another way from Python 3.12 on: all members must cut a vector alike.
+    sums = list(accumulate(shares))
+    if not sums or not sums[-1] > 0:
         raise ValueError("nobody has a share of the work: expected at least one member with a share above 0")
-    chunks, start, done = [], 0, 0.0
-    for owner, share in enumerate(shares):
-        done += share  # in the order of `total`, so that the last quotient is exactly 1
-        stop = round(length * (done / total))
+    chunks, start = [], 0
+    for owner, done in enumerate(sums):
+        stop = round(length * (done / sums[-1]))
         chunks += [Chunk(at, min(at + chunk_elements, stop), owner) for at in range(start, stop, chunk_elements)]
         start = stop
     return tuple(chunks)
