@@ -42,6 +42,7 @@ def balance_loss(
 
 
 def _softmax_of(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return [rows, n]: the softmax of each row over the scores that count, and 0 for the others."""
-    # With minus infinity in place of the least number, a row without scores that count would be NaN.
+    """Return [rows, n]: the softmax of each row over the scores that count, and 0 for the others. A row without scores
+    that count has equal numbers."""
+    # With minus infinity in place of the least number, such a row would be NaN.
     return scores.masked_fill(~counts, torch.finfo(scores.dtype).min).softmax(1)
