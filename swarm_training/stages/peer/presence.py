@@ -130,9 +130,9 @@ class StagePresence:
 
     async def leave(self) -> None:
         """Leave the run. The sums of this peer are withdrawn: other peers compute them again."""
-        await end_tasks(self._tasks)
-        await self.stage_peer.peer.leave()
-        await self._resources.aclose()
+        async with self._resources:  # they close even if leaving fails or is cancelled
+            await end_tasks(self._tasks)
+            await self.stage_peer.peer.leave()
 
 
 def _watch_beside(

@@ -16,7 +16,7 @@ import pytest
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
-from swarm_protocol.errors import AccessDenied
+from swarm_protocol.errors import AccessDenied, PeerUnavailable
 from swarm_training.compression.codecs import codec_of
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
@@ -104,6 +104,21 @@ async def test_a_peer_that_cannot_join_ends_its_tasks_and_says_that_it_has_left(
     running = [task for task in asyncio.all_tasks() if task.get_name() not in before]
     assert not [task for task in running if "Gossip" in repr(task.get_coro())]
     await first.leave()
+
+
+async def test_a_peer_that_fails_to_leave_closes_its_server_and_its_node() -> None:
+    class Failing:
+        async def leave(self) -> None:
+            raise PeerUnavailable("the disk fails")
+
+    closed: list[str] = []
+    resources = AsyncExitStack()
+    resources.callback(closed.append, "node")
+    stage_peer: Any = SimpleNamespace(peer=Failing())
+    network: Any = None
+    with pytest.raises(PeerUnavailable, match="the disk fails"):
+        await StagePresence(stage_peer, [], network, [], resources).leave()
+    assert closed == ["node"]
 
 
 async def test_a_moderator_bans_by_the_name_of_the_run() -> None:
