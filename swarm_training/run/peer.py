@@ -247,16 +247,18 @@ class TrainingPeer:
     async def leave(self) -> None:
         """Leave the run: the other peers stop waiting for this peer, and its samples are withdrawn. If the run has
         ended, first give the last state to peers that lack it."""
-        if self.own.has_ended:
-            await self._give_last_state()
-        self._standing.update(state=LEFT, **self._nothing())
-        record = self._standing.renew()
-        if self._averaging is not None:
-            self._averaging.cancel()
-        self.rollbacks.close()
-        self.checkpoints.replicas.close()
-        for task in self._tasks:
-            task.cancel()
+        try:
+            if self.own.has_ended:
+                await self._give_last_state()
+        finally:  # also after a cancellation: the caller closes the channels that these tasks use
+            self._standing.update(state=LEFT, **self._nothing())
+            record = self._standing.renew()
+            if self._averaging is not None:
+                self._averaging.cancel()
+            self.rollbacks.close()
+            self.checkpoints.replicas.close()
+            for task in self._tasks:
+                task.cancel()
         # Gossip has ended with these tasks, so the last record goes to the peers directly.
         calls = [self._network.exchange(peer, pb.ExchangeRequest(own=record)) for peer in self.view().others]
         with suppress(TimeoutError):

@@ -384,6 +384,17 @@ async def test_who_opens_a_stream_of_parts_and_sends_nothing_is_not_waited_for()
             await peer.peer.reduce("stranger", served)
 
 
+async def test_a_peer_whose_departure_is_cancelled_ends_its_tasks() -> None:
+    _, peer = await enter_all(World(), 2, target=12)
+    peer.peer._standing.update(has_ended=True, step=peer.peer.own.step + 1)
+    leaving = asyncio.ensure_future(peer.peer.leave())  # it waits for the other peer, which lacks the last state
+    await asyncio.sleep(1.0)
+    assert not leaving.done()
+    leaving.cancel()
+    await asyncio.wait([leaving, *peer.peer._tasks], timeout=1.0)
+    assert leaving.cancelled() and all(task.done() for task in peer.peer._tasks)
+
+
 async def test_who_has_joined_is_seen_on_the_board_as_present_at_once() -> None:
     world = World()
     peers = await enter_all(world, 3, target=12)
