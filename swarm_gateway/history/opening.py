@@ -49,7 +49,7 @@ def _open(path: Path) -> HistoryStore:
             raise ValueError(f"{path} is no history: expected a new file, or one that `serve` has written") from None
         aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
         path.rename(aside)
-        for suffix in ("-wal", "-shm"):  # SQLite would apply the old log to the new file
+        for suffix in ("-wal", "-shm"):  # the log of the damaged file, not of the new one
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         _logger.warning("the history %s is damaged (%s): it was put aside as %s", path, error, aside.name)
         return HistoryStore(path)
