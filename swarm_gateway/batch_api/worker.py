@@ -139,9 +139,13 @@ class BatchWorker:
         error = {"code": f"batch_{status}", "message": f"the batch was {status}"}
         now = int(time.time())
         ended = {"status": status, f"{status}_at": now, "finalizing_at": now}
-        # All in one transaction: tens of thousands of them, one after the other, would hold up all other batches.
-        unanswered = {line.number: _answer_text(line, error=error) for line in left}
-        await asyncio.to_thread(self.store.finish, batch, ended, unanswered)
+
+        def finish() -> None:
+            # All in one transaction: tens of thousands of them, one after the other, would hold up all other batches.
+            unanswered = {line.number: _answer_text(line, error=error) for line in left}
+            self.store.finish(batch, ended, unanswered)
+
+        await asyncio.to_thread(finish)  # the texts are made there too, which takes up to a second
         if job is not None and job.batch.id == batch.id:
             del self._jobs[batch.owner]
         self._news.set()  # the next batch of this key may begin
