@@ -47,9 +47,17 @@ def watch(
 def as_json(view: RunView) -> dict[str, Any]:
     """Return a view as values for JSON, where a number that is not finite is null: JSON has no infinity."""
     # The speeds that peers claim are finite, but their sum may not be, nor a time that is divided by it.
-    numbers = {"loss": view.loss, "next_step_s": view.next_step_s, "samples_per_s": view.samples_per_s}
-    finite = {name: value if value is not None and isfinite(value) else None for name, value in numbers.items()}
-    return {**dataclasses.asdict(view), **finite}
+    finite: dict[str, Any] = _finite({**dataclasses.asdict(view), "samples_per_s": view.samples_per_s})
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    """Return a value for JSON with None in place of each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_finite, value))
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def picture(view: RunView, now: float) -> list[RenderableType]:

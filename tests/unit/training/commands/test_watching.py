@@ -12,7 +12,7 @@ from rich.console import Console, Group
 
 from swarm_training.commands import watching
 from swarm_training.commands.watching import as_json, picture, watch
-from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView, UserView
+from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView, StageView, UserView
 
 VIEW = RunView(
     run="my-run",
@@ -59,6 +59,8 @@ def test_json_has_no_infinity_whatever_speeds_peers_claim() -> None:
     fast, slow = (replace(VIEW.peers[0], samples_per_s=speed) for speed in (1.7e308, 5e-324))
     found = as_json(replace(VIEW, peers=(fast, fast), next_step_s=1 / slow.samples_per_s))
     assert json.loads(json.dumps(found, allow_nan=False))["samples_per_s"] is None is found["next_step_s"]
+    found = as_json(replace(VIEW, stages=(StageView(0, 41, 0, 3, False, inf),)))
+    assert json.loads(json.dumps(found, allow_nan=False))["stages"][0]["micro_batches_per_s"] is None
 
 
 def test_the_newest_loss_on_held_out_data_and_the_lowest_one() -> None:
