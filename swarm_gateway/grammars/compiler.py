@@ -72,11 +72,17 @@ class GrammarCompiler:
             raise ApiError(400, f"{param} needs a package that this server lacks: pip install llguidance", param=param)
         if not self.end_ids:
             raise ApiError(400, f"{param} is not supported with this model: it has no token that ends", param=param)
-        guided = {name: {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE}} for name, own in schemas.items()}
-        values = "\n".join(f"{name}: %json {json.dumps(schema)}" for name, schema in guided.items())
-        num_chars = len(values) + len(rules)
+        lines, num_chars = [], len(rules)
+        for name, own in schemas.items():
+            guided = {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+            lines.append(f"{name}: %json {json.dumps(guided)}")
+            num_chars += len(lines[-1]) + 1
+            if num_chars > _MOST_CHARS:  # before the next one, as the same definitions may be in each of thousands
+                break
         if num_chars > _MOST_CHARS:
-            raise ApiError(400, f"{param} has {num_chars} characters: expected at most {_MOST_CHARS}", param=param)
+            message = f"{param} has at least {num_chars} characters: expected at most {_MOST_CHARS}"
+            raise ApiError(400, message, param=param)
+        values = "\n".join(lines)
         try:
             reason = _why_none(f"start: {' '.join(schemas)}\n{values}") if schemas else ""
         except subprocess.TimeoutExpired:

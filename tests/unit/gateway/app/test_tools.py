@@ -152,6 +152,16 @@ def test_a_schema_is_read_in_time_however_often_it_names_others(tokenizer: Any) 
         assert bool(schemas) != is_text  # a value that is no text follows the rule of its schema
 
 
+def test_definitions_that_each_of_many_arguments_has_are_not_written_that_often(tokenizer: Any) -> None:
+    written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
+    assert written is not None
+    schema = {"properties": {str(n): {"type": "integer"} for n in range(100)}, "$defs": {"x" * 40_000: {}}}
+    rules, schemas = calls_grammar(written, {"f": schema}, several=False, compiler=compiler)
+    assert len(schemas) == 100
+    with pytest.raises(ApiError, match=r"at least \d{5} characters: expected at most 65536"):
+        compiler.compile(rules, schemas, "tools")
+
+
 def test_an_answer_is_a_call_or_follows_its_schema(serve: Serve, tokenizer: Any, family: str) -> None:
     own = tokenizer_of(family, tokenizer, special=True)
     gateway = serve(tokenizer=own, batcher=RandomBatcher(len(own)), vocab_size=len(own))
