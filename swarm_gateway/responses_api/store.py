@@ -51,7 +51,7 @@ class ResponseStore:
         return items
 
     def conversation(self, key: str, response_id: str) -> tuple[list[dict[str, Any]], int]:
-        """Return all items up to the end of a response, and the bytes that their responses take in the store.
+        """Return all items up to the end of a response, and the number of bytes that they take as JSON.
 
         Raise ApiError if a response before it is not stored any more.
         """
@@ -62,8 +62,9 @@ class ResponseStore:
             if len(parts) == _MOST_PREVIOUS:
                 raise ApiError(400, f"expected at most {_MOST_PREVIOUS} previous responses", param=_PREVIOUS)
             earlier, items, response = self._row(key, earlier, param=_PREVIOUS)
-            num_bytes += len(items) + len(response)
-            parts.append([*json.loads(items), *json.loads(response)["output"]])
+            output = json.loads(response)["output"]  # the rest, such as its tools, is no part of the conversation
+            num_bytes += len(items) + len(json.dumps(output))
+            parts.append([*json.loads(items), *output])
         return [item for part in reversed(parts) for item in part], num_bytes
 
     def delete(self, key: str, response_id: str) -> None:
