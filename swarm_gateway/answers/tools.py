@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 _JSON = {"content": "json", "content_args": {"allow_non_json": True}}
 _CALL = {"function": {"name": "{name}", "arguments": "{content}"}}
 _MOST_REFERENCES = 16  # that are followed from one schema to the next, as references may form a cycle
+# Thousands of arguments may lead to the same schemas, which are followed for each of them again.
+_MOST_STEPS = 32  # of one reference; one with more is not followed
+_MOST_CHOICES = 1000  # that are looked at for the value of one argument
 _INDEX = re.compile("[0-9]{1,2}")
 
 
@@ -362,7 +365,7 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema that a reference within ``root`` names, or else ``schema``; True is the empty schema."""
     for _ in range(_MOST_REFERENCES):
         place = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(place, str) or not place.startswith("#"):
+        if not isinstance(place, str) or not place.startswith("#") or place.count("/") > _MOST_STEPS:
             break
         schema = root
         for step in place.removeprefix("#").split("/")[1:]:
@@ -372,7 +375,7 @@ def _followed(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _may_be_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return whether a value that follows ``schema`` may be a string."""
+    """Return whether a value that follows ``schema`` may be a string; True if it has too many choices to look at."""
     seen: set[int] = set()  # references may form a cycle, or lead to one schema in more ways than can be followed
     waiting = [schema]
     while waiting:
@@ -386,6 +389,8 @@ def _may_be_text(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
             if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
                 return True
         elif choices is not None:
+            if len(seen) + len(waiting) + len(choices) > _MOST_CHOICES:
+                return True
             waiting += [_followed(choice, root) for choice in choices]
         elif "enum" not in each and "const" not in each:
             return True

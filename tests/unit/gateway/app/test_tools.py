@@ -152,6 +152,16 @@ def test_a_schema_is_read_in_time_however_often_it_names_others(tokenizer: Any) 
         assert bool(schemas) != is_text  # a value that is no text follows the rule of its schema
 
 
+def test_thousands_of_arguments_do_not_follow_thousands_of_references_each(tokenizer: Any) -> None:
+    written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
+    assert written is not None
+    far = "#" + "/a" * 5000
+    for shared in ({"anyOf": [{"type": "null"}] * 5000}, {"$ref": far}):
+        schema = {"properties": {str(n): {"$ref": "#/$defs/x"} for n in range(5000)}, "$defs": {"x": shared}}
+        _, schemas = calls_grammar(written, {"f": schema}, several=False, compiler=compiler)
+        assert not schemas  # any text is taken as their values
+
+
 def test_definitions_that_each_of_many_arguments_has_are_not_written_that_often(tokenizer: Any) -> None:
     written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
     assert written is not None
