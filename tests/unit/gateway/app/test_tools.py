@@ -349,6 +349,20 @@ def test_a_template_may_write_the_id_of_a_call_in_place_of_its_name(tokenizer: A
         assert "functions.add:0" in conversation_text(ChatRequest.model_validate(asked), own)
 
 
+def test_a_template_that_takes_no_text_as_arguments_takes_an_empty_one(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (  # as LFM2's
+        "{% for turn in messages %}{{ turn.content }}{% for call in turn.tool_calls or [] %}{{ call.function.name }}"
+        "{% for name, value in (call.function.arguments or {}) | items %}{{ name }}={{ value }}{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    )
+    for arguments, expected in (("", "Sortlook"), ("{}", "Sortlook"), ('{"a": 1}', "Sortlooka=1")):
+        call = {"id": "abc123def", "function": {"name": "look", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], turn]}
+        assert conversation_text(ChatRequest.model_validate(asked), own) == expected
+
+
 def test_one_result_of_many_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{% for turn in messages[:-1] %}{{ turn.content }}{% endfor %}"
