@@ -363,6 +363,22 @@ def test_a_template_that_takes_no_text_as_arguments_takes_an_empty_one(tokenizer
         assert conversation_text(ChatRequest.model_validate(asked), own) == expected
 
 
+def test_a_template_may_refuse_a_result_without_its_call(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (  # as that of gpt-oss
+        "{% for turn in messages %}{% if turn.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('there is no call') }}{% endif %}{{ turn.content }}{% for call in turn.tool_calls or [] %}"
+        "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "abc123def", "function": {"name": "look", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "two"},
+    ]
+    asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], *turns]}
+    assert conversation_text(ChatRequest.model_validate(asked), own) == "Sort{}two"
+
+
 def test_one_result_of_many_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{% for turn in messages[:-1] %}{{ turn.content }}{% endfor %}"
