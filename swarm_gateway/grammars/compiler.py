@@ -72,7 +72,8 @@ class GrammarCompiler:
             raise ApiError(400, f"{param} needs a package that this server lacks: pip install llguidance", param=param)
         if not self.end_ids:
             raise ApiError(400, f"{param} is not supported with this model: it has no token that ends", param=param)
-        lines, num_chars = [], len(rules)
+        lines: list[str] = []
+        num_chars = len(rules)
         for name, own in schemas.items():
             guided = {**own, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
             lines.append(f"{name}: %json {json.dumps(guided)}")

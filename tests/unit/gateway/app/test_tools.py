@@ -157,7 +157,10 @@ def test_thousands_of_arguments_do_not_follow_thousands_of_references_each(token
     assert written is not None
     far = "#" + "/a" * 5000
     for shared in ({"anyOf": [{"type": "null"}] * 5000}, {"$ref": far}):
-        schema = {"properties": {str(n): {"$ref": "#/$defs/x"} for n in range(5000)}, "$defs": {"x": shared}}
+        schema: dict[str, Any] = {
+            "properties": {str(n): {"$ref": "#/$defs/x"} for n in range(5000)},
+            "$defs": {"x": shared},
+        }
         _, schemas = calls_grammar(written, {"f": schema}, several=False, compiler=compiler)
         assert not schemas  # any text is taken as their values
 
@@ -165,7 +168,10 @@ def test_thousands_of_arguments_do_not_follow_thousands_of_references_each(token
 def test_definitions_that_each_of_many_arguments_has_are_not_written_that_often(tokenizer: Any) -> None:
     written, compiler = call_format_of(TEMPLATES["glm"]), GrammarCompiler(tokenizer, len(tokenizer), [1])
     assert written is not None
-    schema = {"properties": {str(n): {"type": "integer"} for n in range(100)}, "$defs": {"x" * 40_000: {}}}
+    schema: dict[str, Any] = {
+        "properties": {str(n): {"type": "integer"} for n in range(100)},
+        "$defs": {"x" * 40_000: {}},
+    }
     rules, schemas = calls_grammar(written, {"f": schema}, several=False, compiler=compiler)
     assert len(schemas) == 100
     with pytest.raises(ApiError, match=r"at least \d{5} characters: expected at most 65536"):
