@@ -86,7 +86,7 @@ def test_only_moderators_order(role: Role) -> None:
     known, _, _ = orders()
     with pytest.raises(AccessDenied, match=f"is for the role {role}: expected moderator"):
         known.take(ban(by=ADA.with_token(role=role)))
-    with pytest.raises(AccessDenied, match="is that of another peer"):
+    with pytest.raises(AccessDenied, match="belongs to another peer"):
         known.take(ban(by=Member(ADA.identity, MODERATOR.grant, MODERATOR.token)))
     with pytest.raises(AccessDenied, match="takes only members"):
         known.take(ban(by=Member(MODERATOR.identity, MODERATOR.grant, b"")))
