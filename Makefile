@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # One more than two cores, since tests also wait. In the order of the files: end-to-end tests first, so that short unit
 # tests keep all processes busy to the end.
 PROCESSES := 3
-IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 export HF_HUB_OFFLINE ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # else pytest rewrites the assertions of all modules at each start, which takes 10 s
 
@@ -49,7 +49,7 @@ test-all: $(VENV)/.installed
 
 test-long: $(VENV)/.installed
 	$(SMALL_CHAT_MODEL)
-	$(BIN)/python -m pytest $(IN_PARALLEL) -m long
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m long -o faulthandler_timeout=0
 
 # The newest and the oldest versions that pyproject.toml allows, but for torch: the newest brings gigabytes of CUDA.
 TORCH ?= $(shell grep ^torch== constraints.txt)

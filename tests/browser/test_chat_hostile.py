@@ -84,7 +84,7 @@ def test_markdown_is_shown_with_code_to_copy(chat: ChatPage) -> None:
 @pytest.mark.parametrize(
     ("status", "message", "headers", "said"),
     [
-        (429, "64 generations are active", {"Retry-After": "5"}, "Too much at once: 64 generations are active. Try again in"),
+        (429, "64 chats are active", {"Retry-After": "5"}, "Too much at once: 64 chats are active. Try again in"),
         (503, "no server has blocks 7:14", {}, "The swarm cannot answer: no server has blocks 7:14."),
         (400, "the prompt is too long", {}, "The request was refused: the prompt is too long."),
         (None, "", {}, "No connection: The server cannot be reached."),
