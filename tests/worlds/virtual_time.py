@@ -9,10 +9,13 @@ from asyncio import Future
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 from unittest.mock import patch
 
 import torch
+
+MOST_REAL_S = 500.0  # that one loop may take, before the alarm of pytest-timeout: tests take a minute at most
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -21,16 +24,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     Rounds without a jump take no time, unless there are a thousand in a row. Code that waits for less than the clock
     can tell would otherwise wait for ever. What is handed to a thread is computed at once, since the clock would jump
     over the time that the thread takes.
+
+    A loop that goes on for ever ends by itself: the alarm of pytest-timeout would be raised within one of its tasks, and
+    the others would go on.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now, self._num_rounds = 0.0, 0
-        select = self._selector.select
+        select, ends_s = self._selector.select, monotonic() + MOST_REAL_S
 
         def jump(timeout: float | None):
             if timeout is None:
                 raise RuntimeError("nothing will ever happen again: the test hangs")
+            if monotonic() > ends_s:
+                raise RuntimeError(f"the test runs on after {MOST_REAL_S:g} s, at {self._now:.1f} virtual seconds")
             self._num_rounds = 0 if timeout > 0 else self._num_rounds + 1
             self._now += timeout if self._num_rounds < 1000 else 1e-6
             return select(0)
