@@ -70,7 +70,10 @@ class ChainListener:
             self._probing.cancel()
 
     async def next_event(self, call: SessionCall) -> HopEvent:
-        """Wait for and return the next event. If the call makes no progress for a while, ask all hops for theirs."""
+        """Wait for and return the next event. If the call makes no progress for a while, ask all hops for theirs.
+
+        Raises whatever asking them raised that is no failure of a hop.
+        """
         after_s = self._swarm.config.timeouts.probe_after_s
         while True:
             event = None
@@ -80,6 +83,8 @@ class ChainListener:
             is_asking = self._probing is not None and not self._probing.done()
             if not is_asking and (event is None or now_s() - max(self.progress_s, self._probed_s) > after_s):
                 self._probed_s = now_s()
+                if self._probing is not None and not self._probing.cancelled():
+                    self._probing.result()  # an unexpected error would come again, and the call wait for ever
                 self._probing = asyncio.ensure_future(self._probe(call, list(self._hops)))
             if event is not None:
                 return event
@@ -95,7 +100,7 @@ class ChainListener:
         numbers: list[int] = []
         for hop, result in zip(hops, results, strict=True):
             if isinstance(result, BaseException) and not isinstance(result, SwarmError):
-                return  # the client is closing
+                raise result  # a cancellation if the client is closing
             if isinstance(result, SwarmError):
                 self._inbox.put_nowait(Trouble(hop.number, None, result))
                 return  # the first hop that has failed is the one to replace

@@ -204,6 +204,17 @@ async def test_a_hop_that_does_not_say_where_it_is_is_replaced_soon() -> None:
         assert seconds < 2 * SILENCE_S
 
 
+async def test_an_unexpected_error_of_a_question_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def progress(**_options: Any) -> pb.SessionProgress:
+        raise ArithmeticError("nobody has thought of it")
+
+    async with opened() as session:
+        session.stands(LAST, FIRST, 0)
+        monkeypatch.setattr(session.hops[1], "progress", progress)
+        with pytest.raises(ArithmeticError):
+            await next_trouble(session)
+
+
 @pytest.mark.parametrize(("heard_s", "late_s", "least_s"), [(0.0, 0.0, 4.0), (9.5, 0.0, 10.0), (0.0, 5.0, 9.0)])
 async def test_silence_is_no_failure_while_others_hear_the_server_or_this_client_is_late(
     heard_s: float, late_s: float, least_s: float
