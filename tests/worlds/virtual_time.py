@@ -25,8 +25,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     can tell would otherwise wait for ever. What is handed to a thread is computed at once, since the clock would jump
     over the time that the thread takes.
 
-    A loop that goes on for ever ends by itself: the alarm of pytest-timeout would be raised within one of its tasks, and
-    the others would go on.
+    A loop that goes on for ever ends by itself: the alarm of pytest-timeout would be raised within one of its tasks,
+    and the others would go on.
     """
 
     def __init__(self) -> None:
