@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from hypothesis import given
+import regex
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from swarm_protocol.untrusted.patterns import Pattern
@@ -30,7 +29,13 @@ EXPRESSIONS = st.lists(PIECES | st.sampled_from(["^", "$", "|"]), max_size=5).ma
 
 @given(EXPRESSIONS, st.text("ab.1_-", max_size=8))
 def test_it_matches_what_re_matches(expression: str, text: str) -> None:
-    assert Pattern(expression).match(text) == bool(re.match(expression, text))
+    """``re`` itself would take hours for some of these, and no alarm ends that: Hypothesis tries the example again. The
+    package ``regex`` means the same, and gives up in time."""
+    try:
+        expected = regex.match(expression, text, timeout=1.0)
+    except TimeoutError:
+        assume(False)
+    assert Pattern(expression).match(text) == bool(expected)
 
 
 @pytest.mark.parametrize(
