@@ -24,10 +24,12 @@ async def test_it_is_reached_where_it_says(host: str) -> None:
     certificate = Certificate.generate()
     server, port = await start_server(lambda _: None, certificate, host, 0)
     address = host_port(host, port)
-    channel = await pinned_channel(ClientCredentials(identity(0)), address, certificate.fingerprint, [])
-    await channel.channel_ready()
-    await channel.close()
-    await server.stop(None)
+    try:
+        channel = await pinned_channel(ClientCredentials(identity(0)), address, certificate.fingerprint, [])
+        await channel.channel_ready()
+        await channel.close()
+    finally:
+        await server.stop(None)
 
 
 async def test_an_address_of_another_machine_is_refused_with_a_sentence() -> None:
@@ -41,8 +43,10 @@ async def test_connections_that_never_begin_tls_are_closed(monkeypatch: pytest.M
     options = [(name, 20 if name == timeout else value) for name, value in SERVER_OPTIONS]
     monkeypatch.setattr(serving, "SERVER_OPTIONS", options)
     server, port = await start_server(lambda _: None, Certificate.generate(), "127.0.0.1", 0)
-    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-    assert await asyncio.gather(*(reader.read() for reader, _ in silent)) == [b""] * 20
-    for _, writer in silent:
-        writer.close()
-    await server.stop(None)
+    try:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        assert await asyncio.gather(*(reader.read() for reader, _ in silent)) == [b""] * 20
+        for _, writer in silent:
+            writer.close()
+    finally:
+        await server.stop(None)

@@ -39,17 +39,18 @@ def asked(
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         options = [("grpc.max_send_message_length", -1)]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-            assert await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest()) == record
-            arrivals.stall_timeout_s = stall_timeout_s
-            call = channel.stream_stream(f"/swarm.v1.Blocks/{method}")()
-            for data in messages:
-                await call.write(data)
-            if ends:
-                await call.done_writing()
-            found = await call.code(), await call.details()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                assert await ServiceStub(BLOCKS, channel).Describe(pb.DescribeRequest()) == record
+                arrivals.stall_timeout_s = stall_timeout_s
+                call = channel.stream_stream(f"/swarm.v1.Blocks/{method}")()
+                for data in messages:
+                    await call.write(data)
+                if ends:
+                    await call.done_writing()
+                return await call.code(), await call.details()
+        finally:
             await server.stop(None)
-            return found
 
     return run(scenario())
 

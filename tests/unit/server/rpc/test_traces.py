@@ -30,15 +30,17 @@ def called(is_traced: bool) -> Recorded:
         )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = CallCounter(ServiceStub(BLOCKS, channel), server_record())
-            if not is_traced:
-                await refused(stub)
-            with tracing().span("generation"):
-                if is_traced:
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                stub = CallCounter(ServiceStub(BLOCKS, channel), server_record())
+                if not is_traced:
                     await refused(stub)
-                await stub.Describe(pb.DescribeRequest())
-        await server.stop(None)
+                with tracing().span("generation"):
+                    if is_traced:
+                        await refused(stub)
+                    await stub.Describe(pb.DescribeRequest())
+        finally:
+            await server.stop(None)
 
     async def refused(stub: CallCounter) -> None:
         call = stub.Session()
