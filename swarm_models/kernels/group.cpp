@@ -178,7 +178,11 @@ struct Link {
             const long waited = now - since;
             if (waited > SHORT_PAUSES_NS || now - looked > LOOK_NS) {
                 looked = now;
-                if (!is_alive(waited > SHORT_PAUSES_NS ? SLEEP_MS : 0, event)) return ENDED;
+                if (is_alive(waited > SHORT_PAUSES_NS ? SLEEP_MS : 0, event)) continue;
+                // It may have written its last bytes to shared memory after the last look, just before it closed its end
+                const long last = event == POLLIN ? some(done) : 0;
+                if (last <= 0) return ENDED;
+                done += last, since = 0;
             } else if (waited > SPIN_NS) {
                 std::this_thread::sleep_for(SHORT_PAUSE);
             } else {

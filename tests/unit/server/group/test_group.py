@@ -6,7 +6,9 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +232,26 @@ def test_a_member_that_ends() -> None:
     with pytest.raises(GroupEnded, match="a member of the group has ended"):
         SplitWeight(0, weights("int8"), group).matmul(torch.randn(1, 96))
     group.close()
+
+
+def test_what_a_member_has_sent_before_it_ends_arrives() -> None:
+    """Also at one that has waited for so long that it sleeps until the socket tells it of the end."""
+    sent, pairs = torch.arange(1000.0), []
+    for _ in range(20):
+        ends = LinkEnds.on_this_machine()
+        pairs.append(
+            (MemberLink(ends.leader, ends.memory.fileno(), 0), MemberLink(ends.follower, ends.memory.fileno(), 1))
+        )
+    received = [torch.zeros(1000) for _ in pairs]
+    with ThreadPoolExecutor(len(pairs)) as threads:
+        receiving = [threads.submit(pair[1].receive, each) for pair, each in zip(pairs, received, strict=True)]
+        time.sleep(0.3)  # with less, they might not sleep yet, which is easier
+        for leader, _ in pairs:
+            leader.send(sent)
+            leader.close()
+        for each in receiving:
+            each.result()
+    assert all(torch.equal(each, sent) for each in received)
 
 
 def test_answers_that_come_too_late_are_not_taken_for_others() -> None:
