@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from swarm_protocol.failures import undone_on_error
 from swarm_training.contract.views import RunView
 from swarm_training.reports.reporter import OpenReporter, RunReporter
 from swarm_training.reports.scalars import scalars_of
@@ -61,5 +62,10 @@ class StepReports:
 
 
 def open_reports(targets: Iterable[OpenReporter], run: str) -> StepReports:
-    """Open the places for a run of this name. Raises ValueError if one of them cannot be opened."""
-    return StepReports([target(run) for target in targets])
+    """Open the places for a run of this name. Raises ValueError if one of them cannot be opened; the others are closed
+    then."""
+    opened: list[RunReporter] = []
+    with undone_on_error(lambda: StepReports(opened).close()):
+        for target in targets:
+            opened.append(target(run))
+    return StepReports(opened)

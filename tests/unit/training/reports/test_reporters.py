@@ -14,7 +14,7 @@ import pytest
 from swarm_training.contract.views import BanView, HeldOutView, PeerView, RunView
 from swarm_training.reports.reporter import parse_report
 from swarm_training.reports.scalars import scalars_of
-from swarm_training.reports.stepping import SETTLED_S, StepReports
+from swarm_training.reports.stepping import SETTLED_S, StepReports, open_reports
 from tests.marks import SLOW
 
 VIEW = RunView(
@@ -100,6 +100,18 @@ def test_a_place_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogC
     assert place.added == [(41, SCALARS)] * 2
     (warning,) = caplog.messages
     assert warning == "reports end at step 41, because they cannot be written: no space left"
+
+
+def test_a_place_that_cannot_be_opened_closes_those_that_were_opened_before() -> None:
+    def refused(run: str) -> Kept:
+        raise ValueError(f"the reports of {run} cannot begin")
+
+    first, second = Kept(), Kept()
+    with pytest.raises(ValueError, match="the reports of my-run cannot begin"):
+        open_reports([lambda _: first, refused, lambda _: second], "my-run")
+    assert first.is_closed and not second.is_closed
+    open_reports([lambda _: second], "my-run").report(VIEW)
+    assert second.added and not second.is_closed
 
 
 @SLOW
