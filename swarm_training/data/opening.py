@@ -72,15 +72,15 @@ def _dataset(data: DataSettings, path: Path) -> IterableDataset:
     import datasets
 
     try:
-        if path.is_dir():
-            found: Any = datasets.load_from_disk(str(path))
-            if isinstance(found, datasets.DatasetDict):
-                found = found[data.split]
-            return found.to_iterable_dataset(num_shards=max(1, min(64, len(found) // 1000)))
-        return datasets.load_dataset(data.source, data.config or None, split=data.split, streaming=True)
-    except KeyError:
-        raise ValueError(f"{path} has no split {data.split!r}: expected one of {', '.join(found)}") from None
-    except (OSError, ValueError) as error:  # from the hub, or about arguments
+        if not path.is_dir():
+            return datasets.load_dataset(data.source, data.config or None, split=data.split, streaming=True)
+        found: Any = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:  # from the hub, about arguments, or about what is in the files
         raise ValueError(
             f"{data.source} is no file or directory, and no data set on the hub that can be read: {first_line(error)}"
         ) from None
+    if isinstance(found, datasets.DatasetDict):
+        if data.split not in found:
+            raise ValueError(f"{path} has no split {data.split!r}: expected one of {', '.join(found)}")
+        found = found[data.split]
+    return found.to_iterable_dataset(num_shards=max(1, min(64, len(found) // 1000)))

@@ -221,6 +221,9 @@ def test_data_sets_on_disk_are_read(tmp_path: Path) -> None:
         open_source(DataSettings(str(tmp_path / "several"), 8, split="test"), DataReader("run", "QmA"))
     with pytest.raises(ValueError, match="no strings in a column 'text': its columns are content"):
         list(open_source(DataSettings(str(tmp_path / "one"), 8), DataReader("run", "QmA")).texts())
+    (tmp_path / "several" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ValueError, match="no data set on the hub that can be read: 'splits'"):
+        open_source(DataSettings(str(tmp_path / "several"), 8), DataReader("run", "QmA"))
 
 
 def test_mistakes_are_named_in_a_sentence(tmp_path: Path) -> None:
