@@ -115,11 +115,13 @@ class StagePresence:
             peer.listens_at(*await serve(add_all, config, host, resources))
             tasks = [asyncio.create_task(watch.run())]
             resources.push_async_callback(end_tasks, tasks)
-            # A peer that cannot join has started already: mates must not wait for it, nor its tasks go on.
+            # A peer that cannot join, or is cancelled, has started already: mates must not wait for it, nor its tasks
+            # go on.
             async with awaited_on_error(peer.leave):
                 await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
+                addresses = await board.addresses()
             tasks.append(asyncio.create_task(stage_peer.run()))
-            return cls(stage_peer, await board.addresses(), network, tasks, resources.pop_all())
+            return cls(stage_peer, addresses, network, tasks, resources.pop_all())
 
     async def wait(self) -> None:
         """Wait until ``leave``. Raises AccessDenied if a moderator has banned this peer."""

@@ -22,7 +22,7 @@ from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
 from swarm_training.contract.backend import Joining
 from swarm_training.core.moment import Moment
-from swarm_training.core.record import JOINING
+from swarm_training.core.record import JOINING, PRESENT
 from swarm_training.core_backend import send_order
 from swarm_training.ledger.orders import Ban, ModeratorOrder
 from swarm_training.net.channels import GrpcNetwork
@@ -101,6 +101,30 @@ async def test_a_peer_that_cannot_join_ends_its_tasks_and_says_that_it_has_left(
     with pytest.raises(ValueError, match="expected the same"):
         await enter(0, 1, first.addresses, num_micro_batches=2 * MICRO_BATCHES)
     assert not first.stage_peer.peer.table.heard(now(), {JOINING})
+    running = [task for task in asyncio.all_tasks() if task.get_name() not in before]
+    assert not [task for task in running if "Gossip" in repr(task.get_coro())]
+    await first.leave()
+
+
+async def test_a_peer_that_is_cancelled_after_its_join_ends_its_tasks_and_says_that_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, _ = await enter(0, 0, [])
+    before = {task.get_name() for task in asyncio.all_tasks()}
+    is_asked = asyncio.Event()
+
+    async def addresses(_: DhtPeerRegistry) -> list[str]:
+        is_asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(DhtPeerRegistry, "addresses", addresses)
+    entering = asyncio.ensure_future(enter(0, 1, first.addresses))
+    await asyncio.wait([entering, asyncio.ensure_future(is_asked.wait())], return_when=asyncio.FIRST_COMPLETED)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert not first.stage_peer.peer.table.heard(now(), {JOINING, *PRESENT})
     running = [task for task in asyncio.all_tasks() if task.get_name() not in before]
     assert not [task for task in running if "Gossip" in repr(task.get_coro())]
     await first.leave()
