@@ -126,13 +126,14 @@ class GradientAccumulator:
         self._state.load(newer.moment, newer.data)
 
     def load(self) -> PeerCalls:
-        """Take over the state that most other peers have, and drop the gradients, which belong to an older state."""
+        """Take over the state that most other peers have, and drop the gradients, which belong to an older state. Raise
+        UnreadableState as ``TrainedState.load`` does."""
         downloaded = yield self._peer.downloads.newest()
         if downloaded is None:
             return
         try:
             self._state.load(downloaded.arrival.moment, downloaded.data)
-        except (ValueError, UnreadableState) as error:
+        except ValueError as error:
             yield self._peer.downloads.refuse(downloaded, error)
             return
         self._clear()

@@ -276,8 +276,8 @@ class TrainedState:
 
         Raises:
             ValueError: the data are not a state of these parameters; nothing has been changed then.
-            UnreadableState: the file can no longer be read. Only a part of the state has been taken over then, and the
-                moment is unchanged.
+            UnreadableState: the file can no longer be read. A part of the state may have been taken over then, with the
+                moment unchanged, so the caller must not go on with this mixture of two states.
         """
         tensors, metadata = data.header()
         groups, scalars = _read_settings(metadata)

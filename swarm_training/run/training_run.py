@@ -198,6 +198,7 @@ class TrainingRun(Closing):
         Raises:
             ValueError: ``samples`` is less than 1, or the run is closed or has ended (``reason_of_end``).
             AccessDenied: a moderator has banned this peer, or other peers have excluded it for wrong results.
+            UnreadableState: the disk has failed while the run's state was taken over, a part of which is in the model.
         """
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples is {samples!r}: expected a whole number of at least 1")

@@ -73,8 +73,8 @@ class StateDownloads:
         """Return the error of a peer that cannot join, because no peer gives the state."""
         return PeerUnavailable(f"no peer of the run has given its state: {self._why_none}")
 
-    async def refuse(self, downloaded: Downloaded, error: Exception) -> None:
-        """Suspect the source of a download that is not a valid state, or whose file can no longer be read."""
+    async def refuse(self, downloaded: Downloaded, error: ValueError) -> None:
+        """Suspect the source of a download that is not a valid state."""
         _logger.warning("the state from %s cannot be used: %s", downloaded.source, error)
         self._standing.table.suspect(downloaded.source)
 

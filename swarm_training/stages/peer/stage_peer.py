@@ -18,7 +18,6 @@ from torch import Tensor
 from swarm_protocol.codecs.bitmap import contains
 from swarm_protocol.errors import PeerMoved
 from swarm_protocol.process.routine import end_tasks
-from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.compression.codecs import codec_of
 from swarm_training.core.callbacks import InThread
 from swarm_training.core.moment import Moment
@@ -177,8 +176,12 @@ class StagePeer:
     # ------------------------------------------------------------ life
 
     async def run(self) -> None:
-        """Run until cancelled; the peer must have joined its stage, or founded it. Raise AccessDenied if a moderator
-        has banned this peer, or most of its mates exclude it."""
+        """Run until cancelled; the peer must have joined its stage, or founded it.
+
+        Raises:
+            AccessDenied: a moderator has banned this peer, or most of its mates exclude it.
+            UnreadableState: see ``TrainedState.load``.
+        """
         relays = [self._relay(table) for table in (self.peer.table, *self.watch.tables)]
         relaying = asyncio.gather(self._replicas.run(), *relays)
         try:
@@ -197,6 +200,7 @@ class StagePeer:
         Raises:
             ValueError: the others train another model, or a checkpoint is of another model.
             AccessDenied: a moderator has banned this peer.
+            UnreadableState: see ``TrainedState.load``.
         """
         self.peer.start()
         await self._resuming.look()
@@ -270,14 +274,15 @@ class StagePeer:
 
     async def load(self) -> bool:
         """Take over the state of the stage; return False if no peer gives it. Gradients of an older state are dropped.
-        Raise ValueError if the others train another model than this peer, which has not joined yet."""
+        Raise ValueError if the others train another model than this peer, which has not joined yet, and UnreadableState
+        as ``TrainedState.load`` does."""
         downloaded = await self.peer.downloads.newest()
         if downloaded is None:
             return False
         moment = downloaded.arrival.moment
         try:
             digest = await self._take_over(partial(self._state.load, moment, downloaded.data))
-        except (ValueError, UnreadableState) as error:
+        except ValueError as error:
             await self.peer.downloads.refuse(downloaded, error)
             return False
         is_right = await self.peer.loaded(downloaded, digest)

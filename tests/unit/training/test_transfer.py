@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,23 +118,47 @@ def test_a_full_disk_is_a_sentence_and_no_other_error(monkeypatch: pytest.Monkey
             state.snapshot(waits)
 
 
-def test_a_state_that_can_no_longer_be_read_leaves_the_moment_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    state = SimulatedPeer.make(World(), 0, target=4).state
-    path = tmp_path / "state"
-    path.write_bytes(b"".join(state.snapshot()[1].parts()))
+def damaged(state: StateFile, path: Path) -> StateFile:
+    """Return the state in a file that loses its last byte once its header has been read."""
+    path.write_bytes(b"".join(state.parts()))
     data = StateFile.open(path)
     header = data.header()
 
     def then_damaged() -> Any:
-        path.open("r+b").truncate(data.size_bytes - 1)
+        path.open("r+b").truncate(state.size_bytes - 1)
         return header
 
-    monkeypatch.setattr(data, "header", then_damaged)
+    data.header = then_damaged  # type: ignore[method-assign]
+    return data
+
+
+def test_a_state_that_can_no_longer_be_read_leaves_the_moment_as_it_was(tmp_path: Path) -> None:
+    state = SimulatedPeer.make(World(), 0, target=4).state
     with pytest.raises(UnreadableState, match="it has become shorter"):
-        state.load(Moment(0, 7), data)
+        state.load(Moment(0, 7), damaged(state.snapshot()[1], tmp_path / "state"))
     assert state.moment == Moment(0, 0)
+
+
+async def test_a_peer_does_not_go_on_with_a_state_that_it_has_taken_over_in_part(tmp_path: Path) -> None:
+    world = World()
+    giver = SimulatedPeer.make(world, 0, target=4)
+    giver.state.apply(states.torch.ones(giver.state.length))  # Adam has a state then, which is read last
+    await giver.enter()
+    joiner = SimulatedPeer.make(world, 1, target=4)
+    await joiner.peer.find_others()
+    joiner.peer.start()
+    download = joiner.peer.downloads.newest
+
+    async def download_damaged() -> Any:
+        downloaded = await download()
+        assert downloaded is not None
+        return replace(downloaded, data=damaged(downloaded.data, tmp_path / "state"))
+
+    joiner.peer.downloads.newest = download_damaged  # type: ignore[method-assign]
+    with pytest.raises(UnreadableState, match="it has become shorter"):
+        await joiner.drive(joiner.share.load())
+    assert joiner.parameter[0] == giver.parameter[0] and joiner.state.digest() != giver.state.digest()  # a mixture
+    assert not joiner.peer.own.state_digest
 
 
 def test_temporary_files_are_where_the_user_wants_them_however_long_the_path_is(

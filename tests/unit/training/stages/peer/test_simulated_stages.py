@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from swarm_protocol.codecs.bitmap import from_bits
+from swarm_training.checkpoints.state_file import UnreadableState
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.moment import Moment
 from swarm_training.stages.peer.stage_peer import LOOK_S
 from swarm_training.stages.routing.run_stages import RunStages
 from tests.marks import IN_VIRTUAL_TIME, SLOW
+from tests.unit.support import until
 from tests.worlds.stages import CONFIG, SimulatedStagePeer, StageWorld, ToyTrainer, micro_batch, single
 
 pytestmark = IN_VIRTUAL_TIME
@@ -163,6 +165,25 @@ async def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
     await train(world, 2, ToyTrainer(world))
     assert late_steps >= {0, 1}
     require_equal_to_single(world, 2)
+
+
+async def test_a_peer_whose_disk_fails_while_it_takes_over_a_state_ends_rather_than_found_the_stage() -> None:
+    world = StageWorld(1, MICRO_BATCHES)
+    (founder,) = await start(world, per_stage=1)
+    joiner = world.make(0)
+
+    def fails(*_: object) -> None:
+        joiner.state.parameters[0].data.zero_()  # a part has been taken over
+        raise UnreadableState("the disk has failed")
+
+    joiner.state.load = fails  # type: ignore[method-assign]
+    world.spawn(joiner)
+    living, _watching = joiner.tasks
+    await until(lambda: living.done() or not bool(joiner.state.parameters[0].any()))
+    world.kill(founder.peer_id)
+    await until(lambda: living.done() or joiner.peer.own.state_digest)
+    with pytest.raises(UnreadableState, match="the disk has failed"):
+        await living
 
 
 async def test_who_has_just_joined_and_is_left_behind_goes_on_from_a_checkpoint() -> None:
