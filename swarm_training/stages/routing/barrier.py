@@ -1,8 +1,9 @@
 """The barrier between stages: when a stage may step, and when it goes back with others. It decides from data alone.
 
 All stages step together. A stage that holds its average of step t waits until every other stage holds its own. Until
-then, each can still compute micro-batches of step t for stages that lack some because a peer has died. A peer that sees
-any peer past the step follows it: the barrier was open then.
+then, each can still compute micro-batches of step t for stages that lack some because a peer has died. If more than
+half of a stage are past the step, others follow them: the barrier was open then. A single peer that claims to be past
+it moves nobody, unless it is alone at its stage: records come from strangers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Norm = TypeVar("Norm", float, tuple[float, ...])
 
 def may_step(stages: RunStages, moment: Moment) -> bool:
     """Return whether a peer that holds the average of this moment may apply it."""
-    if any(_is_past(peer, moment) for stage in stages.stages for peer in stage):
+    if any(_most_are_past(stage, moment) for stage in stages.stages):
         return True
     return bool(stages.stages) and all(_holds(stage, moment) for stage in stages.stages)
 
@@ -78,6 +79,10 @@ def is_stranded(stages: RunStages, own_stage: int, moment: Moment) -> bool:
 
 def _is_past(peer: Progress, moment: Moment) -> bool:
     return peer.moment.rollbacks == moment.rollbacks and peer.moment.step > moment.step
+
+
+def _most_are_past(stage: Sequence[Progress], moment: Moment) -> bool:
+    return 2 * sum(_is_past(peer, moment) for peer in stage) > len(stage)
 
 
 def _holds(stage: Sequence[Progress], moment: Moment) -> bool:

@@ -60,15 +60,16 @@ def lacking(
 ) -> dict[int, frozenset[int]]:
     """Return, by micro-batch, the stages that lack its gradient at this moment; complete micro-batches are left out.
 
-    A stage with a decided average, or that has gone on, lacks nothing. ``claimed``: the micro-batches that count as
-    present although no bitmap shows them, by stage.
+    A stage with a decided average, or of which more than half have gone on, lacks nothing. ``claimed``: the
+    micro-batches that count as present although no bitmap shows them, by stage.
     """
     everything = frozenset(range(num_micro_batches))
     found: dict[int, set[int]] = {}
     for stage, peers in enumerate(stages):
-        if any(peer.moment > moment or (peer.moment == moment and peer.holds) for peer in peers):
+        here = [peer for peer in peers if peer.moment == moment]
+        if any(peer.holds for peer in here) or 2 * sum(peer.moment > moment for peer in peers) > len(peers):
             continue
-        present = frozenset[int]().union(*(members(peer.micro_batches) for peer in peers if peer.moment == moment))
+        present = frozenset[int]().union(*(members(peer.micro_batches) for peer in here))
         for number in everything - present - frozenset(claimed.get(stage, ())):
             found.setdefault(number, set()).add(stage)
     return {number: frozenset(found[number]) for number in sorted(found)}

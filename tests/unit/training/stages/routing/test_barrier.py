@@ -42,7 +42,12 @@ def stages(*text: str) -> RunStages:
         (["5h", "5h", ""], False),  # nobody is known there
         (["5h", "5h 5b", "5h"], False),  # should the first die, the second could not go on
         (["5h", "5h 5", "5h 4"], True),  # who has just joined, or is behind, has nothing to lose
-        (["5h", "5", "6"], True),  # it was open when somebody went through
+        (["5h", "5", "6"], True),  # it was open when all of a stage went through
+        (["5h", "5b", "5 5 6"], False),  # a single peer may say what it likes
+        (["5h 5h 6", "5", "5h"], False),
+        (["5h 5h", "5 6", "5h"], False),
+        (["5h 5h", "5b 6 6", "5"], True),  # most of a stage went through
+        (["5h 5h", "5h 6", "5h"], True),
         (["5h", "5", "1/6"], False),  # that is another way
         ([], False),
     ],

@@ -58,9 +58,16 @@ def test_a_stage_lacks_what_none_of_its_peers_at_this_moment_has() -> None:
 
 
 def test_a_stage_that_has_its_average_lacks_nothing() -> None:
-    for done in (peer("a", holds=True), peer("a", moment=LATER), peer("a", moment=Moment(1, 0))):
-        assert lacking([[done, peer("b")], [peer("c")]], NOW, 2, {}) == {0: {1}, 1: {1}}
+    later, back = peer("a", moment=LATER), peer("b", moment=Moment(1, 0))
+    for done in ([peer("a", holds=True), peer("b")], [later], [back], [later, back, peer("c")]):
+        assert lacking([done, [peer("c")]], NOW, 2, {}) == {0: {1}, 1: {1}}
     assert lacking([[peer("a", holds=True, moment=Moment(0, 6)), peer("b", 0)]], NOW, 2, {}) == {1: {0}}
+
+
+def test_a_peer_that_claims_to_have_gone_on_does_not_hide_what_its_mates_lack() -> None:
+    ahead = peer("a", moment=LATER)
+    assert lacking([[ahead, peer("c", 0)]], NOW, 2, {}) == {1: {0}}
+    assert lacking([[ahead, peer("c"), peer("d")]], NOW, 2, {}) == {0: {0}, 1: {0}}
 
 
 def test_trainers_are_wanted_where_the_slowest_stage_is() -> None:
