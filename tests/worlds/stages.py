@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from swarm_protocol.access.swarm_access import SwarmAccess
-from swarm_protocol.codecs.bitmap import contains
 from swarm_protocol.errors import PeerMoved, PeerUnavailable, SwarmError
 from swarm_training.compression.compressor import Plain
 from swarm_training.compression.error_feedback import ErrorFeedback
@@ -37,7 +36,9 @@ from swarm_training.stages.peer.replicas import Replicas
 from swarm_training.stages.peer.shared import SharedGradients, spans_of
 from swarm_training.stages.peer.stage_peer import OwnStage, StagePeer
 from swarm_training.stages.peer.watch import RunWatch
-from swarm_training.stages.routing.run_stages import RunStages, stage_run
+from swarm_training.stages.routing.barrier import skipped_batches
+from swarm_training.stages.routing.coverage import lacking
+from swarm_training.stages.routing.run_stages import stage_run
 from tests.worlds.identities import identity
 from tests.worlds.runs import SimulatedNetwork, World
 from tests.worlds.toy_stages import ToyGradients, exact
@@ -442,25 +443,14 @@ class ToyTrainer:
             while True:
                 view = self.watch.view()
                 moment = view.moment
-                if moment is not None and (lacking := self._lacking(view, moment)):
-                    work = (self._through(moment, m, stages) for m, stages in lacking.items())
-                    await asyncio.gather(*work)
+                if moment is not None:
+                    lacks = lacking(view.stages, moment, self.world.num_micro_batches, {})
+                    await asyncio.gather(*(self._through(moment, m, stages) for m, stages in lacks.items()))
                 await asyncio.sleep(0.5)  # what was committed is in the records then
         finally:
             watching.cancel()
 
-    def _lacking(self, view: RunStages, moment: Moment) -> dict[int, list[int]]:
-        """By micro-batch, the stages that lack it."""
-        needing = [i for i, stage in enumerate(view.stages) if not _is_done(stage, moment)]
-        found: dict[int, list[int]] = {}
-        for index in needing:
-            here = [peer for peer in view.stages[index] if peer.moment == moment]
-            for m in range(self.world.num_micro_batches):
-                if not any(contains(peer.micro_batches, m) for peer in here):
-                    found.setdefault(m, []).append(index)
-        return found
-
-    async def _through(self, moment: Moment, m: int, stages: list[int]) -> None:
+    async def _through(self, moment: Moment, m: int, stages: Collection[int]) -> None:
         async with self._limit:
             with suppress(SwarmError):
                 inputs, grad = [micro_batch(moment.step + self._skipped(moment), m)], None
@@ -470,8 +460,8 @@ class ToyTrainer:
                     grad = await self._backward(index, moment, m, inputs[index], grad, index in stages)
 
     def _skipped(self, moment: Moment) -> int:
-        here = (peer for stage in self.watch.view().stages for peer in stage if peer.moment == moment)
-        return max((peer.skipped_batches for peer in here), default=0)
+        stages = self.watch.view().stages
+        return skipped_batches([peer for peer in stage if peer.moment == moment] for stage in stages)
 
     async def _backward(
         self, index: int, moment: Moment, m: int, inputs: Tensor, grad: Tensor | None, counts: bool
@@ -499,7 +489,3 @@ class ToyTrainer:
         if not peers:
             raise PeerMoved("nobody of the stage is at this moment")
         return self.world.everybody[self.rng.choice(peers).peer_id]
-
-
-def _is_done(stage: Sequence[Progress], moment: Moment) -> bool:
-    return any(peer.moment > moment or (peer.moment == moment and peer.holds) for peer in stage)

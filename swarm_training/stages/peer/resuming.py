@@ -21,6 +21,7 @@ from swarm_training.run.peer import TrainingPeer
 from swarm_training.run.standing import now
 from swarm_training.stages.peer.watch import RunWatch
 from swarm_training.stages.resume.agreement import StartingPoint, agreed, lacking
+from swarm_training.stages.routing.barrier import skipped_batches
 
 SETTLE_S = 5.0  # the time without a new offer before the best one is taken: slow machines may have a newer checkpoint
 NEWER_S = 30.0  # this time if some stage already offers a newer checkpoint than those that all stages have
@@ -147,7 +148,7 @@ class Resuming:
             return None
         # The run is founded with one rollback more. Stages that stand at this step have made theirs already.
         rollbacks = newest.rollbacks - (best.step == newest.step)
-        skipped = max(peer.skipped_batches for _, peers in stages for peer in peers)
+        skipped = skipped_batches(peers for _, peers in stages)
         rollbacks = max(rollbacks, self._most_rollbacks)
         return StartingPoint(best.step, best.lineage.born, rollbacks, skipped, newest_step=best.step)
 

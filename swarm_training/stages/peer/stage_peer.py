@@ -287,6 +287,9 @@ class StagePeer:
             return False
         is_right = await self.peer.loaded(downloaded, digest)
         if is_right:
+            # At once, before others read this peer's record: newcomers must not outvote the mates that know it.
+            mates = [mate for mate in self.peer.view().others if mate.moment.rollbacks == moment.rollbacks]
+            self._skip(barrier.skipped_batches([mates]))
             await self._in_thread(partial(self.evaluation.resume, moment.step, self.peer.rollbacks.went_back_to))
             await self._compute(partial(self.peer.checkpoints.keep, digest, self.peer.checkpoints.born(digest)))
             await self.peer.checkpoints.copy_newest()
@@ -361,10 +364,14 @@ class StagePeer:
             self.peer.take_part()  # a peer that has loaded a state takes part already
 
     def _note_skipped(self) -> None:
-        """Take over the number of batches that other peers have skipped by rollbacks."""
-        members = (peer for stage in self.watch.view().stages for peer in stage)
-        known = (peer.skipped_batches for peer in members if peer.moment.rollbacks <= self.moment.rollbacks)
-        if (skipped := max(known, default=0)) > self.peer.own.skipped_batches:
+        """Take over the number of batches that at least half of a stage have skipped by rollbacks."""
+        rollbacks = self.moment.rollbacks
+        stages = self.watch.view().stages
+        known = ([peer for peer in stage if peer.moment.rollbacks <= rollbacks] for stage in stages)
+        self._skip(barrier.skipped_batches(known))
+
+    def _skip(self, skipped: int) -> None:
+        if skipped > self.peer.own.skipped_batches:
             self.peer.skip_batches(skipped)
 
     def _elsewhere(self) -> Moment | None:

@@ -9,7 +9,7 @@ it moves nobody, unless it is alone at its stage: records come from strangers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import fsum
 from typing import TypeVar
@@ -74,7 +74,15 @@ def is_stranded(stages: RunStages, own_stage: int, moment: Moment) -> bool:
     if any(_is_past(peer, moment) or (peer.moment == moment and peer.holds) for peer in own):
         return False
     others = [stage for number, stage in enumerate(stages.stages) if number != own_stage]
-    return any(2 * sum(_is_past(peer, moment) for peer in stage) > len(stage) for stage in others)
+    return any(_most_are_past(stage, moment) for stage in others)
+
+
+def skipped_batches(stages: Iterable[Collection[Progress]]) -> int:
+    """Return how many batches of the data the run has skipped: the largest number that at least half of a stage's peers
+    have reached. One of two is enough, since a mate may not know yet what it has decided. ``stages``: the peers of each
+    stage that may know the number."""
+    claims = (sorted((peer.skipped_batches for peer in stage), reverse=True) for stage in stages)
+    return max((claimed[(len(claimed) - 1) // 2] for claimed in claims if claimed), default=0)
 
 
 def _is_past(peer: Progress, moment: Moment) -> bool:

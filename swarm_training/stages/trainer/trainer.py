@@ -14,6 +14,7 @@ from swarm_protocol.process.routine import end_tasks
 from swarm_training.core.moment import Moment
 from swarm_training.net.channels import GrpcNetwork
 from swarm_training.stages.audit.client import AuditClient
+from swarm_training.stages.routing.barrier import skipped_batches
 from swarm_training.stages.routing.coverage import Claims, lacking
 from swarm_training.stages.routing.router import Router
 from swarm_training.stages.routing.run_stages import Stages, moment_of
@@ -140,9 +141,9 @@ class Trainer:
             return
         if self._step is None or moment != self._step.moment:
             self._end_step(now)
-            here = (peer for stage in self._stages for peer in stage if peer.moment == moment)
-            # A peer that has joined since a rollback may not know yet how many batches the run has skipped by then.
-            self._step = _Step(moment, max(peer.skipped_batches for peer in here), self._config, now)
+            here = [[peer for peer in stage if peer.moment == moment] for stage in self._stages]
+            # A stage that another one has sent back may not know yet how many batches the run has skipped by then.
+            self._step = _Step(moment, skipped_batches(here), self._config, now)
 
     def _begin_more(self) -> None:
         step, stages, now = self._step, self._stages, asyncio.get_running_loop().time()

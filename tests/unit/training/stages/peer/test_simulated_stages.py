@@ -167,6 +167,23 @@ async def test_who_comes_late_to_the_barrier_clips_by_the_same_norm() -> None:
     require_equal_to_single(world, 2)
 
 
+async def test_one_peer_of_four_that_claims_a_later_step_and_skipped_batches_changes_nothing() -> None:
+    world = StageWorld(2, MICRO_BATCHES)
+    await start(world, per_stage=4)
+    liar = max(world.alive(1), key=lambda peer: peer.peer_id)  # not the founder
+    for task in liar.tasks:
+        task.cancel()
+    liar.peer._standing.update(step=9, skipped_batches=900)
+    liar.peer.gossip.tell(urgent=True)
+    world.everybody.pop(liar.peer_id)  # it takes no part any more, but its records still come
+    await until(lambda: all(max(each.step for each in peer.stage_peer.watch.records(1)) == 9 for peer in world.alive()))
+    barrier = asyncio.ensure_future(watch_barrier(world))
+    await train(world, 3, ToyTrainer(world))
+    assert not barrier.done() or barrier.result()
+    assert {peer.peer.own.skipped_batches for peer in world.alive()} == {0}
+    require_equal_to_single(world, 3)
+
+
 async def test_a_peer_whose_disk_fails_while_it_takes_over_a_state_ends_rather_than_found_the_stage() -> None:
     world = StageWorld(1, MICRO_BATCHES)
     (founder,) = await start(world, per_stage=1)

@@ -9,7 +9,13 @@ import pytest
 from swarm_protocol.codecs.bitmap import to_bits
 from swarm_training.core.moment import Moment
 from swarm_training.core.record import Progress
-from swarm_training.stages.routing.barrier import global_squared_norm, is_stranded, may_step, went_back_to
+from swarm_training.stages.routing.barrier import (
+    global_squared_norm,
+    is_stranded,
+    may_step,
+    skipped_batches,
+    went_back_to,
+)
 from swarm_training.stages.routing.run_stages import RunStages
 
 NOW = Moment(0, 5)
@@ -69,6 +75,22 @@ def test_all_stages_step_together(seen: list[str], may: bool) -> None:
 )
 def test_a_rollback_of_one_stage_is_one_of_all(seen: list[str], moment: Moment | None) -> None:
     assert went_back_to(stages(*seen), NOW) == moment
+
+
+@pytest.mark.parametrize(
+    ("claims", "number"),
+    [
+        ([[0, 0], [3, 3]], 3),
+        ([[0, 0], [3]], 3),
+        ([[0, 0], [3, 0]], 3),  # one has decided it, and the other one does not know yet
+        ([[3], [3, 3, 900]], 3),  # a single peer may say what it likes
+        ([[3, 3, 3, 900], []], 3),
+        ([], 0),
+    ],
+)
+def test_half_of_a_stage_say_how_many_batches_are_skipped(claims: list[list[int]], number: int) -> None:
+    records = [[Progress("toy/0", "p", skipped_batches=claim) for claim in stage] for stage in claims]
+    assert skipped_batches(records) == number
 
 
 @pytest.mark.parametrize(
