@@ -14,6 +14,7 @@ from torch import Tensor
 from swarm_protocol.errors import PeerMoved
 from swarm_training.core.config import RollbackPolicy
 from swarm_training.core.moment import Moment
+from swarm_training.core.signing import read_signed
 from tests.marks import IN_VIRTUAL_TIME, SLOW
 from tests.unit.support import until
 from tests.unit.training.stages.peer.test_simulated_stages import start
@@ -161,3 +162,18 @@ async def test_who_joins_after_it_skips_as_the_others_do_when_a_stage_is_lost() 
     replacement = world.join(1)
     await until(lambda: replacement.peer.own.skipped_batches == 7)
     training.cancel()
+
+
+async def test_newcomers_that_outnumber_their_mates_skip_as_these_do() -> None:
+    world = StageWorld(1, MICRO_BATCHES)
+    (founder,) = await start(world, per_stage=1)
+    founder.peer.skip_batches(7)
+    founder.peer.gossip.publish_soon()
+
+    async def is_published() -> bool:
+        return {read_signed(record).skipped_batches for record in await world.board("reader").read()} == {7}
+
+    await until(is_published)
+    newcomers = [world.join(0) for _ in range(3)]
+    await until(lambda: all(newcomer.peer.own.state_digest for newcomer in newcomers))
+    await until(lambda: {newcomer.peer.own.skipped_batches for newcomer in newcomers} == {7})
