@@ -186,12 +186,13 @@ class TrainedState:
         shared parameters. The state that other peers get does not change. Raise ValueError if there is no average."""
         if not self.average_decay:
             raise ValueError("the run has no average of its weights: expected average_decay in its settings, as 0.999")
-        shared = self.shared_parameters
+        shared, copies = self.shared_parameters, self._copies
         try:
             with _kept(self.parameters) as before:
                 with self._lock, torch.no_grad():
                     if shared is self.parameters:
                         self.shared_parameters = before
+                        self._copies = list(zip(before, self.parameters, strict=True))
                     self.restore()
                     for own in self.parameters:
                         if (average := average_of(self._optimizer, own)) is not None:
@@ -199,7 +200,7 @@ class TrainedState:
                 yield
         finally:
             with self._lock:
-                self.shared_parameters = shared
+                self.shared_parameters, self._copies = shared, copies
 
     def averaged_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Return ``model.state_dict()`` with the moving averages of the parameters; None if there are none."""

@@ -221,7 +221,8 @@ class TrainingRun(Closing):
         for this run alone; return the path of the new checkpoint. The newest ``keep`` checkpoints stay, and so does the
         one with the lowest loss on held-out data. ``resume`` of ``RunOptions`` loads them.
 
-        Call this between two calls of ``step``. A process that is killed meanwhile leaves the older checkpoints intact.
+        Call this between two calls of ``step``, also inside ``averaged()``: the model gets the run's parameters for the
+        time of the call. A process that is killed meanwhile leaves the older checkpoints intact.
 
         Args:
             model: the model of transformers that has the parameters. The checkpoint is then a folder that transformers

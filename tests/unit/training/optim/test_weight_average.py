@@ -34,9 +34,9 @@ pytestmark = IN_VIRTUAL_TIME
 DECAY = 0.9
 
 
-def averaging(model: torch.nn.Module, name: str = "adamw", decay: float = DECAY) -> TrainedState:
+def averaging(model: torch.nn.Module, name: str = "adamw", decay: float = DECAY, drifts: bool = False) -> TrainedState:
     optimizer = optimizer_by_name(name, model.parameters(), lr=0.1)
-    return TrainedState(model.parameters(), optimizer, Plain(), average_decay=decay)
+    return TrainedState(model.parameters(), optimizer, Plain(), drifts=drifts, average_decay=decay)
 
 
 def train(state: TrainedState, steps: int) -> None:
@@ -78,6 +78,25 @@ def test_joiners_get_the_shared_parameters_while_the_model_has_the_averages() ->
         with state.averaged():
             assert state.digest() == digest and torch.equal(model.weight, weight)
     assert state.digest() == digest and not torch.equal(model.weight, weight)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_the_shared_parameters_can_be_had_while_the_model_has_the_averages(drifts: bool) -> None:
+    model, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    reference.load_state_dict(model.state_dict())
+    state, plain = (averaging(each, drifts=drifts) for each in (model, reference))
+    for each in (state, plain):
+        train(each, 3)
+    with state.averaged():
+        average = model.weight.detach().clone()
+        with state.restored():
+            assert torch.equal(model.weight, reference.weight)
+        assert torch.equal(model.weight, average) and not torch.equal(average, reference.weight)
+        with state.averaged(), state.restored():
+            assert torch.equal(model.weight, reference.weight)
+    for each in (state, plain):
+        train(each, 2)
+    assert torch.equal(model.weight, reference.weight) and state.digest() == plain.digest()
 
 
 @pytest.mark.parametrize("enters", [True, False], ids=["begins", "ends"])

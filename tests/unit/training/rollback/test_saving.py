@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_protocol.errors import CheckpointError
-from swarm_training import TrainingRun
+from swarm_training import TrainingConfig, TrainingRun
 from swarm_training.checkpoints.model_files import ServableModel
 from swarm_training.compression.power_sgd import PowerSGD
 from swarm_training.core.moment import Moment
@@ -150,17 +150,20 @@ def test_a_run_saves_its_model_and_goes_on_from_it(tmp_path: Path) -> None:
 
     def opened(model: PreTrainedModel) -> TrainingRun:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        return TrainingRun("toy", model.parameters(), optimizer, target_batch_size=1, resume=tmp_path)
+        config = TrainingConfig(average_decay=0.5)
+        return TrainingRun("toy", model.parameters(), optimizer, target_batch_size=1, config=config, resume=tmp_path)
 
     tokens = torch.arange(6)[None]
     with opened(model) as run:
-        model(tokens, labels=tokens).loss.backward()
-        run.step(samples=1)
-        assert run.save(tmp_path, model=model) == tmp_path / "step-000000001"
+        for _ in range(2):
+            model(tokens, labels=tokens).loss.backward()
+            run.step(samples=1)
+        with run.averaged():  # the run's parameters are saved, whatever the model has
+            assert run.save(tmp_path, model=model) == tmp_path / "step-000000002"
         with pytest.raises(ValueError, match="model is a Linear: expected a PreTrainedModel of transformers"):
             run.save(tmp_path, model=torch.nn.Linear(1, 1))
     with opened(again) as run:
-        assert run.num_steps == 1 and torch.equal(again(tokens).logits, model(tokens).logits)
+        assert run.num_steps == 2 and torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 def test_folders_of_steps_that_were_undone_go(tmp_path: Path) -> None:
