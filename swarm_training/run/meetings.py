@@ -12,6 +12,8 @@ from torch import Tensor
 
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import RequestRejected, SwarmError
+from swarm_protocol.net.shares import Caller
+from swarm_protocol.streams.limits import Places
 from swarm_training.averaging.group import Group
 from swarm_training.averaging.round import AveragingRound, VectorCoding
 from swarm_training.averaging.rounds import Rounds
@@ -40,6 +42,8 @@ from swarm_training.run.standing import PeerState, now, smoothed
 
 NO_LOSS = 0.0, 0
 _FAILURES = 2.0  # the time before a leader that has failed is asked again, in multiples of ``silence_s``
+# Calls that wait for a round of averaging, in total and of one caller. A member needs few of them.
+_MOST_WAITING, _MOST_WAITING_OF_ONE = 1 << 14, 16
 _logger = logging.getLogger(__name__)
 
 
@@ -96,6 +100,7 @@ class Averager:
         self._rng = environment.rng
         self._clipping = environment.in_thread if config.aggregation == "centered_clip" else None
         self._rounds = Rounds()
+        self._waiting = Places("calls that wait for a round", _MOST_WAITING, _MOST_WAITING_OF_ONE)
         self._ballots = Ballots()
         self._leading = Leading(
             own.run,
@@ -203,15 +208,17 @@ class Averager:
         await self._leading.serve(peer_id, stream)
 
     async def reduce(self, peer_id: str, stream: MessageStream[pb.Chunk, pb.ReduceRequest]) -> None:
-        async with asyncio.timeout(self._config.silence_s):  # a stranger may open streams and send nothing
-            first = await stream.receive()
-        if first is None or first.WhichOneof("kind") != "open":
-            raise RequestRejected("a stream of parts must begin with `open`")
-        found = await self._rounds.find(first.open.group, first.open.phase, self._config.straggler_s)
+        with self._waiting.taken(Caller(peer_id)):  # a stranger may open streams and send nothing
+            async with asyncio.timeout(self._config.silence_s):
+                first = await stream.receive()
+            if first is None or first.WhichOneof("kind") != "open":
+                raise RequestRejected("a stream of parts must begin with `open`")
+            found = await self._rounds.find(first.open.group, first.open.phase, self._config.straggler_s)
         await found.serve_reduce(_number_of(peer_id, found.group), first.open.attempt, stream)
 
     async def fetch(self, peer_id: str, request: pb.FetchRequest) -> AsyncIterator[pb.Chunk]:
-        found = await self._rounds.find(request.group, request.phase, self._config.straggler_s)
+        with self._waiting.taken(Caller(peer_id)):
+            found = await self._rounds.find(request.group, request.phase, self._config.straggler_s)
         _number_of(peer_id, found.group)
         for chunk in found.serve_fetch(request.chunks):
             yield chunk

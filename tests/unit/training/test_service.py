@@ -16,7 +16,7 @@ import torch
 from swarm_protocol.access.access_control import AccessControl
 from swarm_protocol.access.organiser import OrganiserKey
 from swarm_protocol.access.tokens import Grant, Role
-from swarm_protocol.errors import AccessDenied, PeerUnavailable, RequestRejected
+from swarm_protocol.errors import AccessDenied, PeerBusy, PeerUnavailable, RequestRejected
 from swarm_protocol.net.tls import ClientCredentials
 from swarm_training.averaging.group import Group, GroupMember
 from swarm_training.averaging.round import AveragingRound, VectorCoding
@@ -203,6 +203,35 @@ async def test_nobody_speaks_for_another_and_strangers_give_no_parts() -> None:
         await peer.reduce(stranger, _Silent(opening))
     with pytest.raises(RequestRejected, match="no member"):
         [chunk async for chunk in peer.fetch(stranger, pb.FetchRequest(group="g"))]
+
+
+class _Quiet(_Silent):
+    """A stream of one who sends nothing."""
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()
+
+
+@IN_VIRTUAL_TIME
+async def test_a_caller_waits_for_few_rounds_at_once() -> None:
+    peer = SimulatedPeer.make(World(), 0, target=4).peer
+    stranger, other = identity(2).peer_id, identity(3).peer_id
+
+    async def fetch(caller: str) -> list[pb.Chunk]:
+        return [chunk async for chunk in peer.fetch(caller, pb.FetchRequest(group="g"))]
+
+    calls = [fetch(stranger) for _ in range(8)] + [peer.reduce(stranger, _Quiet()) for _ in range(8)]
+    waiting = [asyncio.ensure_future(call) for call in calls]
+    await asyncio.sleep(0.1)
+    for call in (fetch(stranger), peer.reduce(stranger, _Quiet())):
+        with pytest.raises(PeerBusy, match="has 16 calls that wait for a round already"):
+            await call
+    with pytest.raises(RequestRejected, match="takes no part"):
+        await fetch(other)
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [RequestRejected] * 8 + [TimeoutError] * 8
+    with pytest.raises(RequestRejected, match="takes no part"):
+        await fetch(stranger)
 
 
 @IN_VIRTUAL_TIME
