@@ -32,11 +32,13 @@ def use_onednn_(block: nn.Module) -> None:
 @functools.cache
 def is_available() -> bool:
     """Return whether this torch multiplies with oneDNN, and does so correctly."""
+    # The answer is kept, so it must not follow the default dtype or device of the first caller.
+    on_cpu = partial(torch.tensor, dtype=torch.float32, device="cpu")
     try:
-        found = _multiply(torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.ones(2))
+        found = _multiply(on_cpu([[1, 0], [0, 1]]), on_cpu([[1, 2], [3, 4]]), on_cpu([1, 1]))
     except (AttributeError, NotImplementedError, RuntimeError):  # torch's compiler owns it: it may change or go
         return False
-    return torch.equal(found, torch.tensor([[2.0, 4.0], [3.0, 5.0]]))
+    return torch.equal(found, on_cpu([[2, 4], [3, 5]]))
 
 
 def _forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,26 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_the_first_caller_s_default_dtype_decides_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[torch.dtype] = []
+
+    def spied(*arguments: torch.Tensor) -> torch.Tensor:
+        multiplied.extend(each.dtype for each in arguments)
+        return multiply(*arguments)
+
+    multiply = dense_linear._multiply
+    monkeypatch.setattr(dense_linear, "_multiply", spied)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert dense_linear.is_available.__wrapped__()
+    finally:
+        torch.set_default_dtype(before)
+    assert multiplied == [torch.float32] * 3
+
+
+@needs_onednn
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (2, 5), (2, 0), (70, 3), (2, 3, 4)])
 def test_products(shape, bias, products):
