@@ -12,6 +12,7 @@ import os
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,23 @@ def apply_config(
     for name, settings in read_config_file(path, parsers, all_parsers).items():
         for key, setting in settings.items():
             variable = rules.environment.get(key)
-            if (variable and os.environ.get(variable)) or _replaced(key, argv, rules.exclusive):
+            if (variable and os.environ.get(variable)) or _replaced(key, parsers[name], argv, rules):
                 continue
             parsers[name].set_defaults(**{setting.action.dest: setting.value})
             setting.action.required = False  # argparse asks for a required flag even if it has a default
 
 
-def _replaced(key: str, argv: Sequence[str], exclusive: Sequence[Collection[str]]) -> bool:
+def _replaced(key: str, parser: argparse.ArgumentParser, argv: Sequence[str], rules: ConfigRules) -> bool:
     """Return whether a typed flag of the same exclusive group replaces the key."""
-    typed = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
-    return any(key in group and typed & (set(group) - {key}) for group in exclusive)
+    words = {word.partition("=")[0] for word in takewhile(lambda word: word != "--", argv) if word.startswith("--")}
+    typed = {_spelled_out(word, parser).removeprefix("--") for word in words}
+    return any(key in group and typed & (set(group) - {key}) for group in rules.exclusive)
+
+
+def _spelled_out(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the flag that argparse takes the word for, which may be an abbreviation."""
+    flags = parser._option_string_actions
+    return word if word in flags else next((flag for flag in flags if flag.startswith(word)), word)
 
 
 def leaves(parser: argparse.ArgumentParser, name: Name = ()) -> Iterator[tuple[Name, argparse.ArgumentParser]]:

@@ -76,9 +76,19 @@ def test_a_required_flag_may_stand_in_the_file(parse):
         parse("", "ask")
 
 
-def test_a_flag_that_is_typed_replaces_those_it_excludes(parse):
-    args = parse("[run]\nnum-blocks = 3\n", "run", "--blocks=0:2")
+@pytest.mark.parametrize("flag", ["--blocks", "--bl"])
+def test_a_flag_that_is_typed_replaces_those_it_excludes(parse, flag: str):
+    args = parse("[run]\nnum-blocks = 3\n", "run", f"{flag}=0:2")
     assert (args.blocks, args.num_blocks) == ("0:2", None)
+
+
+def test_a_flag_is_not_taken_for_the_abbreviation_of_another(parse):
+    parser = make_parser()
+    run = dict(leaves(parser))["run",]
+    run.add_argument("--block", type=int)
+    parse.path.write_text("[run]\nnum-blocks = 3\n")
+    apply_config({("run",): run}, ["run", "--block", "1"], RULES)
+    assert run.parse_args(["--block", "1"]).num_blocks == 3
 
 
 def test_the_environment_comes_before_the_file(parse, monkeypatch):
