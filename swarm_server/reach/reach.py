@@ -13,6 +13,7 @@ from swarm_protocol.dht.addresses import connects, tcp_target
 from swarm_protocol.dht.dht import Dht
 from swarm_protocol.dht.records import short_id
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import logged_errors
 from swarm_protocol.net.hivemind_parts import P2P
 from swarm_protocol.net.hosts import host_port
 from swarm_protocol.pb import tunnel_pb2 as pb
@@ -114,7 +115,8 @@ class Reach:
             except _NO_DAEMON as error:
                 _logger.info("looking how others reach this server: %s", error)
             if (self.addresses, self.relay_address) != before:
-                await publish()
+                with logged_errors(_logger, "the swarm was not told of this server's new addresses"):
+                    await publish()
             await self._pause()
 
     async def close(self) -> None:

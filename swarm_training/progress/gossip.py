@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import logged_errors
 from swarm_training.core.config import TrainingConfig
 from swarm_training.core.network import Network
 from swarm_training.core.record import Progress
@@ -123,14 +124,16 @@ class Gossip:
     async def _publish(self) -> None:
         while True:
             self._outdated.clear()
-            await self._board.publish(self._renew())
+            with logged_errors(_logger, "this peer's record is not on the DHT yet", level=logging.WARNING):
+                await self._board.publish(self._renew())
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PUBLISH_S):
                     await self._outdated.wait()
 
     async def _read(self) -> None:
         while True:
-            self.note(await self._board.read())
-            if self._orders.digest():
-                self._orders.take(await self._board.read_orders())
+            with logged_errors(_logger, "the run's records on the DHT cannot be read", level=logging.WARNING):
+                self.note(await self._board.read())
+                if self._orders.digest():
+                    self._orders.take(await self._board.read_orders())
             await asyncio.sleep(_READ_S if self._table.known() else _READ_ALONE_S)

@@ -17,6 +17,7 @@ from swarm_server.reach import own_addresses
 from swarm_server.reach import reach as reach_module
 from swarm_server.reach.own_addresses import OwnAddresses
 from swarm_server.reach.reach import Reach, can_be_reached
+from tests.unit.support import until
 from tests.worlds.identities import identity
 
 OWN, PEER_ID = "192.0.2.1", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -84,6 +85,32 @@ async def test_one_member_that_denies_it_takes_no_server_out_of_the_swarm(
     assert (reach._wants_relays, dht.serves_others, reach.relay.offers) == (wants_relays, serves_others, serves_others)
     p2p: Any = SimpleNamespace(get_visible_maddrs=dht.addresses)
     assert await can_be_reached(p2p, members, OWN) is can_start_again
+
+
+async def test_a_publication_that_fails_does_not_end_the_upkeep(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = 0
+
+    class MovingDht(FakeDht):
+        async def addresses(self) -> list[str]:
+            own.port += 1
+            return await super().addresses()
+
+    async def publish() -> None:
+        nonlocal published
+        published += 1
+        if published == 1:
+            raise ConnectionResetError("the daemon is gone")
+
+    monkeypatch.setattr(reach_module, "_LOOK_S", 0.0)
+    own = OwnAddresses(OWN, OWN, False, [])
+    own.port = 7
+    keeping = asyncio.ensure_future(reach_of(MovingDht(), own).keep(publish, nobody))
+    await until(lambda: published > 1 or keeping.done())
+    keeping.cancel()
+    await asyncio.wait([keeping])
+    assert published > 1 and "was not told of this server's new addresses" in caplog.text
 
 
 async def test_a_name_that_is_looked_up_slowly_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
