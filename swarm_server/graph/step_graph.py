@@ -26,6 +26,7 @@ from swarm_server.kv.rows_attention import channel_numbers, hidden_before, paged
 from swarm_server.kv.rows_cache import BlockRuns
 
 _MOST_PROGRAMS = 256  # programs that are kept; each takes some 100 KB, and a crowd's batches have any number of rows
+_MOST_CAPTURES = 64  # captures that are kept: clients ask for any part of the span, and n blocks have n (n + 1) / 2
 _MOST_POSITIONS = 256  # new positions: as many as in the largest batch of decoding steps
 _ROWS = (2, 3, 5)  # rows of the captures: two predict the capture for any number, the third checks this
 _BEYOND = (1000, 5000, 1003)  # positions of the captures, beyond the longest window
@@ -47,7 +48,7 @@ class StepGraphs:
         self._longest_window = longest_window
         self._patches = Patches(stack)
         self._slots = AdapterSlots(self._forget)
-        self._captured: dict[tuple[Span, AdapterSlot | None], Linear | None] = {}
+        self._captured: OrderedDict[tuple[Span, AdapterSlot | None], Linear | None] = OrderedDict()
         self._assembled: OrderedDict[tuple[Span, AdapterSlot | None, int], Assembled] = OrderedDict()
         self._memory = torch.empty(0)  # all programs compute in it, one at a time
         self.refusal = self._first_refusal()
@@ -117,6 +118,9 @@ class StepGraphs:
                 kind = "" if slot is None else " with an adapter"
                 _logger.info("decode steps of blocks %s%s are not programs: %s", blocks, kind, error)
                 self._captured[key] = None
+            if len(self._captured) > _MOST_CAPTURES:
+                self._drop(next(iter(self._captured)))  # it was used longest ago
+        self._captured.move_to_end(key)
         return self._captured[key]
 
     def _capture(self, stack: BlockStack, slot: AdapterSlot | None) -> Linear:
@@ -133,8 +137,12 @@ class StepGraphs:
 
     def _forget(self, slot: AdapterSlot) -> None:
         for key in [key for key in self._captured if key[1] is slot]:
-            del self._captured[key]
-        for place in [place for place in self._assembled if place[1] is slot]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[Span, AdapterSlot | None]) -> None:
+        """Forget a capture and its programs. If it is needed again, it is made again."""
+        del self._captured[key]
+        for place in [place for place in self._assembled if place[:2] == key]:
             del self._assembled[place]
 
     def _program(self, blocks: Span, slot: AdapterSlot | None, linear: Linear, num_rows: int) -> Assembled:

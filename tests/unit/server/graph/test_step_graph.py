@@ -17,6 +17,7 @@ from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, Reorder
+from swarm_server.graph import step_graph
 from swarm_server.graph.adapter_slots import STEPS_TO_PAY
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
@@ -263,6 +264,26 @@ def test_adapters_of_one_layout_take_turns_in_the_same_programs(llama: BlockStac
     assert not torch.allclose(results[1][0], results[1][1], rtol=0.1)  # the adapters matter
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).abs().max() <= ALL * theirs.abs().max()
+
+
+def test_captures_of_parts_of_the_span_take_limited_memory(llama: BlockStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graph, "_MOST_CAPTURES", 3)
+    engine, budget = Engine(llama), CacheBudget(PLENTY, 1)
+    counted = counted_steps(engine)
+    spans = [Span(start, end) for start in range(BLOCKS) for end in range(start + 1, BLOCKS + 1)]
+    assert len(spans) > 4
+    everyone = [Generation.open(engine, budget, span, seed=number, shares=False) for number, span in enumerate(spans)]
+    whole = everyone[spans.index(HOSTED)]
+    for _ in range(2):  # the second time, what was dropped is made again
+        for each in everyone:
+            for generation in (whole, each):
+                (output,) = run(engine, (generation, generation.step(1)))
+                expected = generation.expected()[:, -1:]
+                assert (output - expected).abs().max() <= ALL * expected.abs().max()
+            kept = list(counted.graphs._captured)
+            assert len(kept) <= 3 and (HOSTED, None) in kept  # what others use stays
+            assert {place[:2] for place in counted.graphs._assembled} <= set(kept)
+    assert counted.steps == 4 * len(spans)
 
 
 class Looks(nn.Module):
