@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 
 from swarm_protocol.atomic_file import written_atomically
 from swarm_protocol.errors import CheckpointError
+from swarm_protocol.failures import call_after
 from swarm_protocol.untrusted.json_file import read_object
 from swarm_training.data.order import PartCursor
+from swarm_training.data.token_cache import FACTS, remove_unused, table_in_use
 
 Tokenize = Callable[[str], list[int]]
-_TOKENS, _FACTS = "tokens.bin", "tokens.json"
+_TOKENS = "tokens.bin"
 _DTYPE = np.dtype("<i4")
 
 
@@ -65,21 +68,33 @@ class TokenBlocks:
     def pack_to_disk(
         cls, directory: Path, texts: Iterable[str], tokenize: Tokenize, end: int | None, block_length: int
     ) -> TokenBlocks:
-        """Pack texts as ``pack`` does, for data larger than memory. Tokens that are already on disk are only read."""
-        if not (directory / _FACTS).exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            with written_atomically(directory / _TOKENS) as partial, partial.open("wb") as file:
-                for ids in _with_end(texts, tokenize, end):
-                    np.asarray(ids, _DTYPE).tofile(file)
-            facts = json.dumps({"num_tokens": (directory / _TOKENS).stat().st_size // _DTYPE.itemsize})
-            with written_atomically(directory / _FACTS) as partial:
-                partial.write_text(facts)  # written last: a directory with it is complete
-        num_tokens = read_object(directory / _FACTS).get("num_tokens")
-        path = directory / _TOKENS
-        if not path.is_file() or path.stat().st_size != (num_tokens or 0) * _DTYPE.itemsize:
-            raise CheckpointError(f"{directory} is damaged: its {_TOKENS} is not as {_FACTS} says; remove it")
-        tokens = np.memmap(path, _DTYPE, "r") if num_tokens else np.empty(0, _DTYPE)
-        return cls(tokens, block_length)
+        """Pack texts as ``pack`` does, for data larger than memory. Tokens that are already on disk are only read.
+
+        The table is locked as long as the object lives. Before a new one is made, those beside ``directory`` that were
+        not used for long are removed.
+        """
+        with ExitStack() as held:
+            held.enter_context(table_in_use(directory))
+            if not (directory / FACTS).exists():
+                remove_unused(directory.parent)
+                _write_table(directory, _with_end(texts, tokenize, end))
+            num_tokens = read_object(directory / FACTS).get("num_tokens")
+            path = directory / _TOKENS
+            if not path.is_file() or path.stat().st_size != (num_tokens or 0) * _DTYPE.itemsize:
+                raise CheckpointError(f"{directory} is damaged: its {_TOKENS} is not as {FACTS} says; remove it")
+            blocks = cls(np.memmap(path, _DTYPE, "r") if num_tokens else np.empty(0, _DTYPE), block_length)
+            call_after(blocks, held.pop_all().close)
+        return blocks
+
+
+def _write_table(directory: Path, parts: Iterable[list[int]]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with written_atomically(directory / _TOKENS) as partial, partial.open("wb") as file:
+        for ids in parts:
+            np.asarray(ids, _DTYPE).tofile(file)
+    facts = json.dumps({"num_tokens": (directory / _TOKENS).stat().st_size // _DTYPE.itemsize})
+    with written_atomically(directory / FACTS) as partial:
+        partial.write_text(facts)  # written last: a directory with it is complete
 
 
 def _with_end(texts: Iterable[str], tokenize: Tokenize, end: int | None) -> Iterator[list[int]]:
