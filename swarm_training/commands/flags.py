@@ -121,8 +121,7 @@ def joining_as(
     Raises ValueError if a value is wrong, the membership is not for this role, or another process has locked it."""
     for peer in initial_peers:
         check_peer(peer)
-    from swarm_protocol.access.membership import MemberCredentials
-    from swarm_protocol.access.organiser import SwarmKey
+    from swarm_protocol.access.swarm_access import read_member
     from swarm_protocol.access.tokens import Role
     from swarm_protocol.net.identity import Identity, locked_key_file
 
@@ -141,15 +140,13 @@ def joining_as(
         if membership is not None:
             raise ValueError("--membership is for a run with an organiser: this run file names none under [tokens]")
         return join(own or Identity.generate())
-    organiser = SwarmKey.parse(file.tokens.organiser)
-    credentials = MemberCredentials.read(membership)
-    if credentials is None:
+    member = read_member(Role[role], membership, file.tokens.organiser)
+    if member is None:
         raise ValueError("the run takes only members: ask its organiser, and give --membership FILE")
-    credentials.require(Role[role], organiser)
-    own = credentials.identity_or(own)
-    if locks and membership is not None and credentials.identity is not None:
-        own = Identity(credentials.identity.private_key, locked_key_file(membership))
-    return join(own, organiser, credentials.token)
+    own = member.identity_or(own)
+    if locks and membership is not None and member.identity is not None:
+        own = Identity(member.identity.private_key, locked_key_file(membership))
+    return join(own, member.grant.swarm_key, member.token)
 
 
 def parse_part(text: str) -> DataShard:
