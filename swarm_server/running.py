@@ -48,9 +48,8 @@ async def serve(server: Server) -> None:
         if not server.ready:
             running.cancel()
 
-    heard = (signal.SIGINT, *signals.ending_signals())
-    before = {number: signal.getsignal(number) for number in heard}
-    for number in heard:
+    before = {number: signal.getsignal(number) for number in signals.all_ending_signals()}
+    for number in before:
         signals.call_on_signal(number, leave)
     try:
         await running

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from swarm_client.adapters.trained import restore_trained
 from swarm_client.passes.divergence import require_finite
-from swarm_protocol.process.signals import HANGUP, ending_signals, leave_terminal
+from swarm_protocol.process.signals import HANGUP, all_ending_signals, leave_terminal
 
 if TYPE_CHECKING:
     from swarm_client.adapters.prompts import PromptsMixin
@@ -153,9 +153,7 @@ class Interrupt(TrainerCallback):
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # in a shell's background
-        numbers = [*ending_signals(), *(() if is_ignored else (signal.SIGINT,))]
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        self._before = {number: signal.signal(number, self._ask) for number in all_ending_signals()}
         return self
 
     def __exit__(self, *_exception: object) -> None:

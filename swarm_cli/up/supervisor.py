@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from swarm_protocol.errors import SwarmError
 from swarm_protocol.failures import Closing, undone_on_error
 from swarm_protocol.process.logs import ERASE_LINE, FOREGROUND, is_in_foreground, shows_progress
-from swarm_protocol.process.signals import end_with_parent
+from swarm_protocol.process.signals import end_with_parent, exit_in_words
 
 T = TypeVar("T")
 _POLL_S = 0.1
@@ -110,9 +110,9 @@ class Supervisor(Closing):
         return found
 
     def _obituary(self, ended: ChildProcess, code: int) -> str:
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         others = [f"the {child.name}" for child in self._children if child is not ended]
-        return f"the {ended.name} {how}" + (f"; {' and '.join(others)} had to end, too" if others else "")
+        too = f"; {' and '.join(others)} had to end, too" if others else ""
+        return f"the {ended.name} {exit_in_words(code)}{too}"
 
     def close(self) -> None:
         """End all children, the last one first. Another signal kills them."""

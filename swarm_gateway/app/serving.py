@@ -10,9 +10,10 @@ import importlib.util
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -215,6 +216,14 @@ def run(app: FastAPI, listener: socket.socket, greeting: Sequence[str], remote: 
     from swarm_gateway.app.connections import IncomingRequests, protocol_of
 
     class GatewayServer(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            before = signal.getsignal(signal.SIGINT)
+            with super().capture_signals():
+                if before is signal.SIG_IGN:  # in the background of a shell, where uvicorn would listen all the same
+                    signal.signal(signal.SIGINT, before)
+                yield
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             if remote is not None:
                 await remote.start(on_lost=self.end)

@@ -51,7 +51,7 @@ class WorkerPool:
         Raises:
             SwarmError: a worker was ended from outside before all workers were ready.
         """
-        for number in (signal.SIGINT, *signals.ending_signals()):
+        for number in signals.all_ending_signals():
             signals.call_on_signal(number, self._end)
         # Workers inherit this: they are in the background of the terminal to which they write.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -66,7 +66,7 @@ class WorkerPool:
             return 0
         code: int = done.pop().result()
         if code <= 0:
-            raise SwarmError(f"a worker {_obituary(code)} before all were ready")
+            raise SwarmError(f"a worker {signals.exit_in_words(code)} before all were ready")
         return code  # the worker has said why
 
     def _end(self, _number: signal.Signals) -> None:
@@ -84,7 +84,7 @@ class WorkerPool:
             code = await self._run_worker(number)
             if not self._has_greeted:
                 return code
-            _logger.warning("worker %d %s: another one is started", number, _obituary(code))
+            _logger.warning("worker %d %s: another one is started", number, signals.exit_in_words(code))
             await asyncio.sleep(_RESTART_S if number in self._ready else _RETRY_S)
 
     async def _run_worker(self, number: int) -> int:
@@ -118,10 +118,6 @@ class WorkerPool:
         if len(self._ready) == self._num_workers and not self._has_greeted:
             self._has_greeted = True
             print(*greeting, sep="\n", flush=True)
-
-
-def _obituary(code: int) -> str:
-    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 async def _end_process(process: Process) -> None:

@@ -21,8 +21,8 @@ def exit_on_interrupt() -> None:
 
     An exception in the middle of an import would print a traceback, or be swallowed.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a shell's background
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    for number in _heard(signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
 
 
 def unwind_on_signals() -> None:
@@ -30,16 +30,35 @@ def unwind_on_signals() -> None:
 
     A second SIGTERM ends the process at once. A second SIGHUP does not, because a closing terminal may send several.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _heard(signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     for number in ending_signals():
         signal.signal(number, _unwind)
 
 
 def ending_signals() -> list[signal.Signals]:
     """Return the signals besides Ctrl-C that end the process; under ``nohup``, SIGHUP is not among them."""
-    asked = (signal.SIGTERM, HANGUP)
-    return [number for number in asked if number is not None and signal.getsignal(number) is not signal.SIG_IGN]
+    return _heard(signal.SIGTERM, HANGUP)
+
+
+def all_ending_signals() -> list[signal.Signals]:
+    """Return the signals that end the process; in the background of a shell, Ctrl-C is not among them."""
+    return [*_heard(signal.SIGINT), *ending_signals()]
+
+
+def _heard(*numbers: signal.Signals | None) -> list[signal.Signals]:
+    """Return the signals that exist on this system, and that whoever started this process has not told it to ignore."""
+    return [number for number in numbers if number is not None and signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def exit_in_words(code: int) -> str:
+    """Return how a process has ended. ``code``: its exit code, which is negative after a signal that killed it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"was killed by signal {-code}"
 
 
 def call_on_signal(number: signal.Signals, callback: Callable[[signal.Signals], None]) -> None:

@@ -99,7 +99,7 @@ def _until_signal(work: Callable[[], None]) -> bool:
         signalled.set()
         done.set()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, *signals.ending_signals())}
+    before = {number: signal.signal(number, end) for number in signals.all_ending_signals()}
     try:
         threading.Thread(target=run, daemon=True).start()
         done.wait()

@@ -145,7 +145,7 @@ def serve(config: ExpertServerConfig, identity_file: Path | None, membership: Pa
 
     torch.seed()  # otherwise, the experts of all servers would begin with the same weights
     identity = Identity.load_or_create(identity_file) if identity_file is not None else None
-    for number in (signal.SIGINT, *signals.ending_signals()):
+    for number in signals.all_ending_signals():
         signal.signal(number, stop)
     with ExpertServer(config, identity, membership=membership) as server:
         experts = ",".join(expert_name(config.name, cell) for cell in sorted(server.experts))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from swarm_cli.command_line import main, parse_args
 from swarm_cli.commands.serve import serve_command
-from swarm_gateway.app.serving import listen
+from swarm_gateway.app.serving import listen, run
 from tests.unit.support import refusal
 
 
@@ -57,3 +61,22 @@ def test_a_port_in_use() -> None:
     assert "\n" not in str(refusal.value)
     with pytest.raises(ValueError, match="cannot listen on port 1 of 192"):
         listen("192.0.2.1", 1)  # of no machine: RFC 5737
+
+
+def test_a_gateway_in_the_background_of_a_shell_does_not_hear_ctrl_c() -> None:
+    def handler_while_serving(before: signal.Handlers) -> object:
+        signal.signal(signal.SIGINT, before)
+        found: list[object] = []
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+            found.append(signal.getsignal(signal.SIGINT))
+            signal.raise_signal(signal.SIGTERM)
+            yield
+
+        with listen("127.0.0.1", 0) as listener, pytest.raises(SystemExit):
+            run(FastAPI(lifespan=lifespan), listener, [])
+        return found[0]
+
+    assert handler_while_serving(signal.SIG_IGN) is signal.SIG_IGN
+    assert handler_while_serving(signal.SIG_DFL) not in (signal.SIG_IGN, signal.SIG_DFL)

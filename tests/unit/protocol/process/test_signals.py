@@ -30,3 +30,24 @@ def test_what_does_not_exist_ends_no_process(monkeypatch: pytest.MonkeyPatch) ->
         assert signals.ending_signals() == [signal.SIGTERM, signals.HANGUP]
     monkeypatch.setattr(signals, "HANGUP", None)
     assert signals.ending_signals() == [signal.SIGTERM]
+
+
+def test_ctrl_c_ends_no_process_in_the_background_of_a_shell() -> None:
+    assert signal.SIGINT in signals.all_ending_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert signals.all_ending_signals() == signals.ending_signals()
+    signals.exit_on_interrupt()
+    signals.unwind_on_signals()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-40, "was killed by signal 40"),  # a real-time signal, which has no name
+    ],
+)
+def test_the_end_of_a_process_in_words(code: int, words: str) -> None:
+    assert signals.exit_in_words(code) == words

@@ -381,3 +381,8 @@ def test_signals_are_heard_as_before_once_a_follower_has_ended() -> None:
     assert following._until_signal(lambda: None)
     assert not following._until_signal(lambda: (signal.raise_signal(signal.SIGTERM), threading.Event().wait(0.01)))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_follower_in_the_background_of_a_shell_does_not_hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert following._until_signal(lambda: signal.raise_signal(signal.SIGINT))
