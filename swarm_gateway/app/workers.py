@@ -16,6 +16,7 @@ from swarm_gateway.limits.admission import LocalAdmission
 from swarm_gateway.limits.remote_admission import AdmissionService
 from swarm_gateway.web.metrics import SHARED_FILES
 from swarm_protocol.errors import SwarmError
+from swarm_protocol.failures import undone_on_error
 from swarm_protocol.process import signals
 from swarm_protocol.process.logs import FOREGROUND
 from swarm_protocol.process.routine import end_tasks
@@ -81,17 +82,26 @@ class WorkerPool:
         if number:  # the first one finds errors, and downloads what all need
             await self._first_is_ready.wait()
         while True:
-            code = await self._run_worker(number)
-            if not self._has_greeted:
-                return code
-            _logger.warning("worker %d %s: another one is started", number, signals.exit_in_words(code))
+            try:
+                code = await self._run_worker(number)
+            except OSError as error:  # such as too many processes or open files
+                if not self._has_greeted:
+                    raise
+                _logger.warning("worker %d cannot be started at present: %s", number, error)
+            else:
+                if not self._has_greeted:
+                    return code
+                _logger.warning("worker %d %s: another one is started", number, signals.exit_in_words(code))
             await asyncio.sleep(_RESTART_S if number in self._ready else _RETRY_S)
 
     async def _run_worker(self, number: int) -> int:
-        """Run one worker to its end, and end it if this task is cancelled. Return its exit code."""
+        """Run one worker to its end, and end it if this task is cancelled. Return its exit code.
+
+        Raise OSError if it cannot be started.
+        """
         self._ready.discard(number)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, undone_on_error(ours.close):
             descriptors = self._listener.fileno(), theirs.fileno()
             share = WorkerShare(number, *descriptors, str(self._directory))
             # Signals of a terminal reach the parent alone, which ends the workers.
