@@ -17,15 +17,21 @@ _MOST_PREVIOUS = 1000  # responses that one may follow, one after the other
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, size INTEGER, items TEXT, response TEXT
 )"""
+# Responses stay in the order of what they and the later ones of their key take, so that no key pushes out another's.
 _LEAVE_OUT = """DELETE FROM responses WHERE number IN (
-    SELECT number FROM (SELECT number, SUM(size) OVER (ORDER BY number DESC) AS total FROM responses) WHERE total > ?
+    SELECT number FROM (
+        SELECT number, SUM(size) OVER (ORDER BY of_key, number DESC) AS total FROM (
+            SELECT number, size, SUM(size) OVER (PARTITION BY key ORDER BY number DESC) AS of_key FROM responses
+        )
+    ) WHERE total > ?
 )"""
 
 
 class ResponseStore:
     """The latest responses, with the items of their requests. A key sees its own responses only.
 
-    The oldest responses are left out once there are more than ``most_bytes``. All methods may be called by any thread.
+    Once there are more than ``most_bytes``, the oldest responses of the keys that have the most are left out. All
+    methods may be called by any thread.
     """
 
     def __init__(self, path: Path | None = None, most_bytes: int = MOST_BYTES) -> None:
@@ -38,7 +44,8 @@ class ResponseStore:
         texts = json.dumps(items), json.dumps(response)
         row = (response["id"], owner_of(key), response["previous_response_id"], sum(map(len, texts)), *texts)
         self._database.run("INSERT INTO responses VALUES (NULL, ?, ?, ?, ?, ?, ?)", *row)
-        self._database.run(_LEAVE_OUT, self._most_bytes)
+        if self._database.one("SELECT SUM(size) FROM responses")[0] > self._most_bytes:
+            self._database.run(_LEAVE_OUT, self._most_bytes)
 
     def get(self, key: str, response_id: str) -> dict[str, Any]:
         """Return a response. Raise ApiError if there is none of this key."""

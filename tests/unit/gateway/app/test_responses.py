@@ -225,6 +225,19 @@ def test_the_store_keeps_what_fits_and_survives_in_a_file(tmp_path: Path) -> Non
     assert b"the secret" not in (tmp_path / "responses").read_bytes()  # keys are not in the file
 
 
+def test_a_key_pushes_out_its_own_responses_and_not_those_of_others() -> None:
+    store = ResponseStore(most_bytes=800)  # about five responses
+    store.add("few", response(0), [])
+    for number in range(1, 20):
+        store.add("many", response(number), [])
+    store.add("others", response(20) | {"output": "x" * 800}, [])  # more than there is room for
+    assert store.get("few", "r0")["id"] == "r0" and store.get("many", "r19")["id"] == "r19"
+    for key, gone in (("many", "r1"), ("others", "r20")):
+        with pytest.raises(ApiError):
+            store.get(key, gone)
+    store.close()
+
+
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot be used for responses: No such file or directory$"):
         ResponseStore(tmp_path / "nowhere" / "responses")
