@@ -31,6 +31,10 @@ _TABLES = (
 _SIZE = """SELECT (SELECT COALESCE(SUM(LENGTH(content)), 0) FROM files) + (SELECT COALESCE(SUM(LENGTH(text)), 0)
     FROM answers)"""
 
+# The entries of batches, each with the number of its answers, and that of the successful ones.
+_COUNTED = """SELECT entry, COUNT(line), COALESCE(SUM(succeeded), 0) FROM batches LEFT JOIN answers ON batch = id
+    WHERE {} GROUP BY number ORDER BY number DESC"""
+
 
 @dataclass(frozen=True)
 class StoredBatch:
@@ -134,15 +138,14 @@ class BatchStore:
 
     def batch(self, key: str, batch_id: str) -> dict[str, Any]:
         """Return a batch. Raise ApiError if the key has no such batch."""
-        row = self._database.one("SELECT entry FROM batches WHERE id = ? AND owner = ?", batch_id, owner_of(key))
+        row = self._database.one(_COUNTED.format("id = ? AND owner = ?"), batch_id, owner_of(key))
         if row is None:
             raise ApiError(404, f"there is no batch {batch_id!r}", param="batch_id")
-        return self._counted(json.loads(row[0]))
+        return _counted(*row)
 
     def batches(self, key: str) -> list[dict[str, Any]]:
         """Return the key's batches, newest first."""
-        rows = self._database.all("SELECT entry FROM batches WHERE owner = ? ORDER BY number DESC", owner_of(key))
-        return [self._counted(json.loads(entry)) for (entry,) in rows]
+        return [_counted(*row) for row in self._database.all(_COUNTED.format("owner = ?"), owner_of(key))]
 
     def unfinished(self) -> list[StoredBatch]:
         """Return the batches that are not over, oldest first."""
@@ -155,24 +158,13 @@ class BatchStore:
             self._change(batch_id, fields, only_if=only_if)
 
     def _change(self, batch_id: str, fields: Mapping[str, Any], *, only_if: str = "", is_over: bool = False) -> None:
-        row = self._database.one("SELECT entry FROM batches WHERE id = ? AND NOT is_over", batch_id)
+        row = self._database.one(_COUNTED.format("id = ? AND NOT is_over"), batch_id)
         if row is None:
             return
-        entry = json.loads(row[0])
+        entry = _counted(*row)
         if only_if in ("", entry["status"]):
-            changed = json.dumps({**self._counted(entry), **fields})
+            changed = json.dumps({**entry, **fields})
             self._database.run("UPDATE batches SET entry = ?, is_over = ? WHERE id = ?", changed, is_over, batch_id)
-
-    def _counted(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Return the entry with the numbers of requests that have answers, unless the answers are in files by now."""
-        rows = self._database.all(
-            "SELECT succeeded, COUNT(*) FROM answers WHERE batch = ? GROUP BY succeeded", entry["id"]
-        )
-        if rows:
-            numbers = dict(rows)
-            counts = {"completed": numbers.get(1, 0), "failed": numbers.get(0, 0)}
-            entry["request_counts"] = entry["request_counts"] | counts
-        return entry
 
     # ------------------------------------------------------------ answers
 
@@ -211,3 +203,12 @@ class BatchStore:
                 kind = name.removesuffix("_file_id")
                 files[name] = self._insert(batch.owner, f"{batch.id}_{kind}.jsonl", "batch_output", content)["id"]
         return files
+
+
+def _counted(text: str, num_answers: int, num_succeeded: int) -> dict[str, Any]:
+    """Return the entry with the numbers of requests that have answers, unless the answers are in files by now."""
+    entry: dict[str, Any] = json.loads(text)
+    if num_answers:
+        counts = {"completed": num_succeeded, "failed": num_answers - num_succeeded}
+        entry["request_counts"] = entry["request_counts"] | counts
+    return entry

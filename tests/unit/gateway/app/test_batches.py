@@ -19,6 +19,7 @@ from swarm_gateway.batch_api import store as store_module
 from swarm_gateway.batch_api import worker as worker_module
 from swarm_gateway.batch_api.store import BatchStore
 from swarm_gateway.limits.admission import GatewayLimits
+from swarm_gateway.web.database import Database
 from swarm_models.checkpoints.default_model import DEFAULT_MODEL
 from swarm_protocol.errors import NoSwarm
 from tests.unit.gateway.app.conftest import WAIT_S, Gateway, Serve
@@ -192,6 +193,26 @@ def test_a_batch_ends_whole_or_not_at_all(tmp_path: Path) -> None:
         done["request_counts"] == {"completed": 1, "failed": 2} and not store.unfinished() and not store.answered("b")
     )
     assert store.content(batch.owner, done["error_file_id"]) == b"{}\n{}\n"
+    store.close()
+
+
+def test_a_list_of_batches_is_one_query_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, statements, run = BatchStore(None), list[str](), Database.all
+    none = {"total": 3, "completed": 0, "failed": 0}
+    for number in range(9):
+        store.add_batch("ada", {"id": f"b{number}", "status": "in_progress", "request_counts": none})
+    for number, succeeded in enumerate((True, False, True)):
+        store.add_answer("b3", number, succeeded=succeeded, text="{}")
+
+    def counted(database: Database, statement: str, *values: Any) -> list[Any]:
+        statements.append(statement)
+        return run(database, statement, *values)
+
+    monkeypatch.setattr(Database, "all", counted)
+    batches = {batch["id"]: batch["request_counts"] for batch in store.batches("ada")}
+    assert len(statements) == 1 and list(batches) == [f"b{number}" for number in reversed(range(9))]
+    assert batches.pop("b3") == {"total": 3, "completed": 2, "failed": 1}
+    assert all(counts == none for counts in batches.values()) and store.batches("bob") == []
     store.close()
 
 
