@@ -47,6 +47,13 @@ class _Job:
     def is_over(self) -> bool:
         return not self.pending and not self.running
 
+    async def stop(self) -> list[BatchLine]:
+        """End the requests that are being answered. Return all that have no answer, which are pending from now on."""
+        left = [*self.running.values(), *self.pending]
+        await end_tasks(list(self.running))
+        self.pending = deque(left)
+        return left
+
     def rest(self) -> None:
         """Begin no request for a while, because the swarm or the store has failed."""
         self.resting_until_s = time.monotonic() + _RETRY_S
@@ -79,7 +86,7 @@ class BatchWorker:
         if self._task is not None:
             await end_tasks([self._task])
         for job in self._jobs.values():
-            await end_tasks(list(job.running))
+            await job.stop()
         self._jobs.clear()
 
     async def _run(self) -> None:
@@ -133,9 +140,7 @@ class BatchWorker:
         job = self._jobs.get(batch.owner)
         left: list[BatchLine] = []
         if job is not None and job.batch.id == batch.id:
-            left = [*job.running.values(), *job.pending]
-            await end_tasks(list(job.running))
-            job.pending = deque(left)  # for the next try, if the store has no room now
+            left = await job.stop()  # they stay pending for the next try, if the store has no room now
         error = {"code": f"batch_{status}", "message": f"the batch was {status}"}
         now = int(time.time())
         ended = {"status": status, f"{status}_at": now, "finalizing_at": now}
