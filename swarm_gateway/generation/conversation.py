@@ -115,8 +115,7 @@ def _marked(turn: dict[str, Any], mark: str) -> dict[str, Any]:
     if "tool_calls" in turn:
         calls = copy.deepcopy(turn["tool_calls"])
         for call in calls:  # not in the name, in whose place Kimi's template writes the id
-            # Some templates, such as LFM2's, write no text as arguments, but leave an empty one out.
-            arguments = call["function"]["arguments"] or {}
+            arguments = call["function"]["arguments"]
             marked = arguments | {mark: mark} if isinstance(arguments, dict) else f"{arguments}{mark}"
             call["function"]["arguments"] = marked
         return turn | {"tool_calls": calls}

@@ -211,6 +211,8 @@ class ChatMessage(Fields):
 
 def object_of(text: str) -> Any:
     """Return arguments as an object, as chat templates expect; text that is no JSON object stays text."""
+    if not text.strip():  # some clients send a call without arguments like this
+        return {}
     try:
         found = from_json(text)
     except ValueError:

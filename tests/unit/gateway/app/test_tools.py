@@ -369,6 +369,20 @@ def test_a_template_that_takes_no_text_as_arguments_takes_an_empty_one(tokenizer
         assert conversation_text(ChatRequest.model_validate(asked), own) == expected
 
 
+def test_a_call_with_an_empty_text_as_arguments_has_an_empty_object(tokenizer: Any) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (  # as that of Qwen
+        "{% for turn in messages %}{{ turn.content }}{% for call in turn.tool_calls or [] %}"
+        "{% if call.function.arguments is string %}{{ call.function.arguments }}"
+        "{% else %}{{ call.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    for arguments in ("", " \n", "{}"):
+        call = {"id": "abc123def", "function": {"name": "look", "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], turn]}
+        assert conversation_text(ChatRequest.model_validate(asked), own) == "Sort{}"
+
+
 def test_a_template_may_refuse_a_result_without_its_call(tokenizer: Any) -> None:
     own = copy.deepcopy(tokenizer)
     own.chat_template = (  # as that of gpt-oss
