@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from swarm_gateway.answers.tools import properties_of
 
@@ -71,13 +74,23 @@ class AnswerReader:
             {"name": each["name"], "parameters": {"properties": properties_of(each.get("parameters") or {})}}
             for each in functions
         ]
-        self._parser: ResponseParser | None = ResponseParser(template, _ANCHOR + prefix, tools=typed)
+        self._new_parser = partial(ResponseParser, load_response_template(template), _ANCHOR + prefix, tools=typed)
+        self._parser: ResponseParser | None = self._new_parser()
         self._calls_are_json = regions.get(_CALLS, {}).get("content") != "xml-inline"
         self._region = _TEXT  # the open one
         self._unread = ""  # text that was returned neither as text nor in a call
         self._has_thought = False
         self._space = ""  # white space that is not returned before more reasoning comes
         self._skips_space = False  # there was reasoning, and no text since
+
+    def another(self) -> AnswerReader:
+        """Return a reader of another answer to the same request; this one has read nothing yet.
+
+        Regions and schemas are not read again, which takes long for large tools.
+        """
+        found = copy(self)
+        found._parser = self._new_parser()
+        return found
 
     @property
     def is_in_reasoning(self) -> bool:

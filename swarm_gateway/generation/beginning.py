@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 
+from swarm_client.batching.request import Request as Generation
+from swarm_gateway.answers.answer_reader import AnswerReader
 from swarm_gateway.generation.conversation import answer_reader
 from swarm_gateway.generation.generating import QueuedGenerations
 from swarm_gateway.generation.requests import ChatRequest, CompletionRequest, parse
 from swarm_gateway.generation.sampling import echoes_of, requests_of
 from swarm_gateway.limits.preparing import beside_streams
 from swarm_gateway.web.http import Gateway, read_body
+from swarm_gateway.web.models import ServedModel
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -57,16 +59,22 @@ async def begin(received: ReceivedRequest[Any], asked: ChatRequest | CompletionR
     model = await gateway.models.get(asked.model)
     # A body of 10 kB can ask for 262,144 generations. They are refused before they are prepared.
     gateway.admission.limits.check_count(asked.num_generations)
-    requests, echoes = await gateway.preparations.run(
-        received.key, received.num_bytes, lambda: (requests_of(asked, model), echoes_of(asked, model))
+    requests, echoes, reader = await gateway.preparations.run(
+        received.key, received.num_bytes, lambda: _prepared(asked, model)
     )
-    new_reader = partial(answer_reader, asked, model, requests[0].prompt)
-    new_reader()  # an unknown format is refused before a place is taken
     num_prompt = sum(len(each.prompt) for each in requests[:: asked.n])  # the choices of a prompt count it once
     places = await gateway.admission.join(received.key, len(requests))
     gateway.metrics.prompt_tokens.inc(num_prompt)
     operation = "chat" if isinstance(asked, ChatRequest) else "text_completion"
     began_s = received.began_s
     return QueuedGenerations(
-        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, new_reader, echoes, operation
+        model, requests, asked.stop, places, gateway.metrics, began_s, num_prompt, reader, echoes, operation
     )
+
+
+def _prepared(
+    asked: ChatRequest | CompletionRequest, model: ServedModel
+) -> tuple[list[Generation], list[str], AnswerReader | None]:
+    """Return the generations, what they echo, and a reader for an answer; raise ApiError as ``begin`` does."""
+    requests, echoes = requests_of(asked, model), echoes_of(asked, model)
+    return requests, echoes, answer_reader(asked, model, requests[0].prompt)

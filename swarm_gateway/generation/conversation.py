@@ -131,7 +131,7 @@ def _unknown_to_template(param: str) -> ApiError:
 def answer_reader(
     asked: ChatRequest | CompletionRequest, model: ServedModel, prompt: Sequence[int]
 ) -> AnswerReader | None:
-    """Return a reader for one answer to ``prompt``, which are token ids; None if the answer is all text.
+    """Return a reader for an answer to ``prompt``, which are token ids; None if the answer is all text.
 
     Raise ApiError if the calls' format is unknown.
     """

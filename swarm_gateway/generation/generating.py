@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -153,7 +153,7 @@ class QueuedGenerations:
 
     Attributes:
         began_s: when the request came, by ``time.perf_counter``.
-        new_reader: a function that makes the reader of each answer.
+        reader: a reader that has read nothing, of which each answer has another one; None: the answers are all text.
         echoes: the text that each answer begins with; empty if answers begin with the generated text.
         num_generated, num_reasoning: the numbers of tokens so far, and of those in the reasoning, over all generations.
     """
@@ -165,7 +165,7 @@ class QueuedGenerations:
     metrics: Metrics
     began_s: float
     num_prompt: int
-    new_reader: Callable[[], AnswerReader | None] = lambda: None
+    reader: AnswerReader | None = None
     echoes: Sequence[str] = ()
     operation: str = "text_completion"
     num_generated: int = 0
@@ -206,7 +206,8 @@ class QueuedGenerations:
         self, choice: int, queue: asyncio.Queue[Item | BaseException | None], trace: GenerationTrace
     ) -> None:
         request = replace(self.requests[choice], user=self.places[choice].user)
-        writer = _Writer(choice, self.model, request, self.stop, self.new_reader())
+        reader = None if self.reader is None else self.reader.another()
+        writer = _Writer(choice, self.model, request, self.stop, reader)
         times = TokenTimes(self.metrics, self.began_s)
         echo = self.echoes[choice] if self.echoes else None
         async with aclosing(stream(self.model.batcher, request)) as items:

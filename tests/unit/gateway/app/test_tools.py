@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from typing import Any
@@ -10,8 +11,9 @@ import jsonschema
 import openai
 import pytest
 
+from swarm_gateway.answers import answer_reader
 from swarm_gateway.answers.answer_reader import AnswerReader
-from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions, calls_grammar
+from swarm_gateway.answers.tools import FORMATS, call_format_of, call_regions, calls_grammar, properties_of
 from swarm_gateway.generation.conversation import conversation_text
 from swarm_gateway.generation.requests import ChatRequest
 from swarm_gateway.grammars.compiler import GrammarCompiler
@@ -381,6 +383,25 @@ def test_a_call_with_an_empty_text_as_arguments_has_an_empty_object(tokenizer: A
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
         asked = {"model": DEFAULT_MODEL, "messages": [*ASK["messages"], turn]}
         assert conversation_text(ChatRequest.model_validate(asked), own) == "Sort{}"
+
+
+def test_tools_are_read_once_for_all_choices_and_not_on_the_event_loop(
+    serve: Serve, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop = list[bool]()
+
+    def noted(schema: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return properties_of(schema)
+
+    monkeypatch.setattr(answer_reader, "properties_of", noted)
+    own = tokenizer_of("minimax", tokenizer)
+    gateway = serve(tokenizer=own, vocab_size=len(own))
+    gateway.says(CALLS["minimax"])
+    answer = gateway.client().chat.completions.create(**ASK, n=8)
+    assert on_loop == [False] * len(TOOLS)
+    first, *others = [answers(answer, False, index) for index in range(8)]
+    assert first[1] and others == [first] * 7
 
 
 def test_a_template_may_refuse_a_result_without_its_call(tokenizer: Any) -> None:
