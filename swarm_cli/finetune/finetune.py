@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from swarm_cli.finetune.settings import FinetuneSettings, check_file
 from swarm_models.checkpoints.default_model import FROM_SWARM
+from swarm_protocol.atomic_file import written_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from datasets import Dataset
@@ -68,11 +70,17 @@ def run_finetune(settings: FinetuneSettings, command: str) -> bool:
         )
         for note in notes_on_training(model):
             print(f"note: {note}", flush=True)
-        (settings.output / RUN).write_text(settings.as_json(digests))
+        write_run(settings, digests)
         checkpoint, _ = last_checkpoint(settings.output) if settings.resume else (None, 0)
         if settings.resume:
             print(f"going on from {checkpoint or 'the beginning: there is no checkpoint yet'}", flush=True)
         return _train(settings, command, model, tokenizer, training, validation, checkpoint)
+
+
+def write_run(settings: FinetuneSettings, digests: Mapping[str, str]) -> None:
+    """Write the file by which ``--resume`` knows the run, completely or not at all, because the disk may be full."""
+    with written_atomically(settings.output / RUN) as partial:
+        partial.write_text(settings.as_json(digests))
 
 
 def require_extras(names: tuple[str, ...] = EXTRAS) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_cli.finetune.finetune import CURVE, RUN, TOKENS, check_output, require_extras
+from swarm_cli.finetune.finetune import CURVE, RUN, TOKENS, check_output, require_extras, write_run
 from swarm_cli.finetune.settings import FinetuneSettings
 
 SETTINGS = FinetuneSettings(Path("data.txt"), Path("output"))
@@ -34,6 +34,16 @@ def test_mistakes(name):
     fields, sentence = MISTAKES[name]
     with pytest.raises(ValueError, match=sentence):
         replace(SETTINGS, **fields)
+
+
+def test_the_file_of_a_run_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    settings, run, opened = replace(SETTINGS, output=tmp_path), tmp_path / RUN, tmp_path / "opened"
+    write_run(settings, {"data": "first"})
+    opened.hardlink_to(run)  # what a reader sees that has opened the file
+    before = run.read_text()
+    write_run(settings, {"data": "second"})
+    assert opened.read_text() == before and "second" in run.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {run.name, opened.name}
 
 
 def test_early_stopping_saves_what_it_validates():
