@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from google.protobuf.message import DecodeError
-
 from swarm_models.checkpoints.checkpoint import GENERATION_CONFIG
 from swarm_models.checkpoints.files import CONFIG, GGUF, WEIGHTS, is_plain
 from swarm_models.checkpoints.formats.shards import INDEX
 from swarm_protocol.codecs.bitmap import to_bits
-from swarm_protocol.errors import BadReply
+from swarm_protocol.errors import BadReply, RequestRejected
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.wire.constants import MAX_NAME_CHARS, MIB
+from swarm_protocol.wire.parsing import parse
 from swarm_protocol.wire.printable import printable
 
 PIECE_BYTES = 16 * MIB
 DIGEST_BYTES = 32
 MAX_MANIFEST_BYTES = 4 * MIB  # enough for a checkpoint of 2 TiB
 _MAX_FILES = 2048
+_MAX_FIELDS = 2 + 5 * _MAX_FILES  # of a manifest: each file is a field with four of its own
 _MAX_FILE_BYTES = 1 << 43
 _MAX_SMALL_BYTES = 64 * MIB  # limit of a file without weights
 SMALL_FILES = (
@@ -121,8 +121,8 @@ class Manifest:
     def parse(cls, data: bytes) -> Manifest:
         """Parse a manifest; raise ValueError if it is invalid, or names files that may not be shared."""
         try:
-            message = pb.Manifest.FromString(data)
-        except DecodeError as error:
+            message = parse(pb.Manifest, data, _MAX_FIELDS)
+        except RequestRejected as error:
             raise ValueError(f"no manifest: {error}") from None
         if len(message.files) > _MAX_FILES:
             raise ValueError(f"a manifest has {len(message.files)} files: expected at most {_MAX_FILES}")
@@ -151,13 +151,13 @@ class HeldPieces:
     def parse(cls, data: bytes, digest: bytes, known: Manifest | None = None) -> HeldPieces:
         """Parse an offer; raise BadReply unless its manifest has this digest. The manifest may be ``known`` already."""
         try:
-            message = pb.Offer.FromString(data)
+            message = parse(pb.Offer, data)
             if sha256(message.manifest).digest() != digest:
                 raise ValueError("it offers other files than its record says")
             manifest = known or Manifest.parse(message.manifest)
             if len(message.held) != len(manifest.files):
                 raise ValueError("it does not say which pieces of each file it has")
-        except (DecodeError, ValueError) as error:
+        except (RequestRejected, ValueError) as error:
             raise BadReply(f"no offer of weights: {error}") from None
         bits = zip(manifest.files, message.held, strict=True)
         return cls(manifest, {file.key: _set_bits(held, len(file.pieces)) for file, held in bits})

@@ -18,20 +18,20 @@ _FIXED_BYTES = {_I64: 8, _I32: 4}
 _MAX_DEPTH = 16
 
 
-def parse(kind: type[T], data: bytes) -> T:
-    """Parse a message; raise RequestRejected if the bytes are no such message, or have too many fields.
+def parse(kind: type[T], data: bytes, max_fields: int = MAX_FIELDS) -> T:
+    """Parse a message; raise RequestRejected if the bytes are no such message, or have more than ``max_fields`` fields.
 
     An empty nested message takes two bytes on the wire, but a hundred once it is parsed.
     """
     try:
         if len(data) > _SMALL_BYTES:
-            _count(data, 0, len(data), kind.DESCRIPTOR, 0, 0)
+            _count(data, 0, len(data), kind.DESCRIPTOR, 0, 0, max_fields)
         return kind.FromString(data)
     except (DecodeError, IndexError, UnicodeDecodeError):
         raise RequestRejected(f"the bytes sent are no message: expected a {kind.DESCRIPTOR.name}") from None
 
 
-def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, depth: int) -> int:
+def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, depth: int, max_fields: int) -> int:
     """Return ``num_fields`` plus the fields of the message in ``data[position:end]`` and of all nested ones.
 
     Raise IndexError if a message is cut off. ``kind``: the message's descriptor.
@@ -41,8 +41,8 @@ def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, dep
     nested = _nested(kind)
     while position < end:
         num_fields += 1
-        if num_fields > MAX_FIELDS:
-            raise RequestRejected(f"a message has very many fields: expected at most {MAX_FIELDS}")
+        if num_fields > max_fields:
+            raise RequestRejected(f"a message has very many fields: expected at most {max_fields}")
         tag, position = read_varint(data, position)
         wire_type = tag & 7
         if wire_type == _VARINT:
@@ -52,7 +52,7 @@ def _count(data: bytes, position: int, end: int, kind: Any, num_fields: int, dep
             if length > end - position:
                 raise IndexError
             if (of_field := nested.get(tag >> 3)) is not None:
-                num_fields = _count(data, position, position + length, of_field, num_fields, depth + 1)
+                num_fields = _count(data, position, position + length, of_field, num_fields, depth + 1, max_fields)
             position += length
         elif wire_type in _FIXED_BYTES:
             position += _FIXED_BYTES[wire_type]

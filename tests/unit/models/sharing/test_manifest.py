@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarm_models.sharing.hashing import FileHashes
-from swarm_models.sharing.manifest import HeldPieces, Manifest, agreed, may_be_shared
+from swarm_models.sharing.manifest import HeldPieces, Manifest, SharedFile, agreed, may_be_shared
 from swarm_protocol.errors import BadReply
 from swarm_protocol.pb import swarm_pb2 as pb
 from tests.unit.models.sharing.files import PIECE, manifest_of, small_pieces, write_files
@@ -96,6 +96,24 @@ def test_what_strangers_say_of_a_file_must_fit(fields: dict[str, object]) -> Non
     message.files.add(**{"name": "a.gguf", "size_bytes": 1, "sha256": bytes(32), "piece_sha256s": bytes(32)} | fields)
     with pytest.raises(ValueError, match=r"a\.gguf"):
         Manifest.parse(message.SerializeToString())
+
+
+def test_empty_files_of_strangers_take_no_memory() -> None:
+    """Two bytes each on the wire, but eighty in memory."""
+    many = b"\x1a\x00" * 100_000
+    with pytest.raises(ValueError, match="very many fields"):
+        Manifest.parse(pb.Manifest(model="m", revision="r").SerializeToString() + many)
+    offer = pb.Offer(manifest=b"{}").SerializeToString() + b"\x12\x00" * 100_000
+    with pytest.raises(BadReply, match="very many fields"):
+        HeldPieces.parse(offer, sha256(b"{}").digest())
+
+
+def test_a_manifest_may_have_thousands_of_files() -> None:
+    files = tuple(SharedFile(f"{number:04}.gguf", 1, bytes(32), (bytes(32),)) for number in range(2048))
+    manifest = Manifest("m", "r", files)
+    assert len(manifest.data) > 2**17 and Manifest.parse(manifest.data) == manifest
+    offer = HeldPieces(manifest, {file.key: frozenset((0,)) for file in files})
+    assert HeldPieces.parse(offer.to_proto().SerializeToString(), manifest.digest) == offer
 
 
 def test_names_come_once_and_in_order(tmp_path: Path) -> None:
