@@ -16,6 +16,7 @@ from swarm_training.experts.directory.records import ExpertHolder
 
 _STALE = 6  # times the refresh interval: records themselves do not last much longer
 _LONGEST = 64  # times the first ban; each ban is twice as long as the one before
+_MAX_BANS = 4096  # servers that restart have other peer ids, and would be remembered for ever
 _logger = logging.getLogger(__name__)
 Failure = tuple[str, Cell]  # of the server with this peer id, for one cell; (): for all its cells
 
@@ -40,7 +41,7 @@ class ExpertCache:
         self._backoff = Backoff(ban_s, _LONGEST * ban_s)
         self._clock = clock
         self._known: dict[Prefix, tuple[Holders, float]] = {}  # with the time at which they were read
-        self._bans: dict[Failure, _Ban] = {}
+        self._bans: dict[Failure, _Ban] = {}  # the oldest first
         self._refreshing: asyncio.Task[Any] | None = None
 
     async def following(self, prefixes: Iterable[Prefix], without: Collection[Failure] = ()) -> dict[Prefix, set[int]]:
@@ -73,7 +74,10 @@ class ExpertCache:
         ban = self._bans.get((holder.peer_id, cell), _Ban())
         if self._clock() >= ban.until:  # simultaneous failures count once
             times = ban.times + 1
+            self._bans.pop((holder.peer_id, cell), None)  # so that the ban is the newest again
             self._bans[holder.peer_id, cell] = _Ban(self._clock() + self._backoff.after(times), times)
+            if len(self._bans) > _MAX_BANS:
+                del self._bans[next(iter(self._bans))]
 
     def answered(self, holder: ExpertHolder, cell: Cell) -> None:
         for what in ((), cell):

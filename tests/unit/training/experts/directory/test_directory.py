@@ -14,6 +14,7 @@ from swarm_protocol.access.swarm_access import SwarmAccess
 from swarm_protocol.access.tokens import Grant, Role
 from swarm_protocol.dht.stored_records import subkey_of
 from swarm_protocol.errors import PeerUnavailable
+from swarm_training.experts.directory import directory
 from swarm_training.experts.directory.board import DhtExpertRegistry
 from swarm_training.experts.directory.directory import ExpertCache
 from swarm_training.experts.directory.records import read_record, record_of
@@ -105,6 +106,24 @@ async def test_servers_that_failed_are_left_out_longer_each_time_until_they_answ
     scene.directory.failed(a)
     scene.now = 12.0
     assert scene.directory.holder((0, 1)) == a
+
+
+async def test_so_many_failures_are_remembered_and_the_oldest_forgotten(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that restarts has another peer id."""
+    monkeypatch.setattr(directory, "_MAX_BANS", 3)
+    scene.board.records[(0,)] = {holder(name): {number} for number, name in enumerate("abcd")}
+    await scene.following((0,))
+    for name in "abc":
+        scene.directory.failed(holder(name))
+    scene.now = 4.0
+    for name in "abcd":
+        scene.directory.failed(holder(name))
+    assert len(scene.directory._bans) == 3
+    assert await scene.following((0,)) == {(0,): {0}}
+    scene.now = 8.0
+    assert await scene.following((0,)) == {(0,): {0, 3}}  # the bans of the others are their second ones
 
 
 async def test_one_expert_can_be_left_out_without_the_others_of_its_server(scene: Scene) -> None:
