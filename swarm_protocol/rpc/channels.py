@@ -16,16 +16,18 @@ from swarm_protocol.wire.constants import CLIENT_OPTIONS
 from swarm_protocol.wire.status import CUT_OFF, FirstStatus, from_status
 
 _CONNECT_TIMEOUT_S = 3.0
+_LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 Connect = Callable[[str, bytes, list[tuple[str, int]], float], Awaitable[grpc.aio.Channel]]
 
 
 class SharedChannels:
-    """A pool of channels that stay open. Used on one event loop."""
+    """A pool of channels that stay open while they are connected. Used on one event loop."""
 
     def __init__(self, connect: Connect, options: list[tuple[str, int]]) -> None:
         """Create a pool; ``connect`` is ``pinned_channel`` with credentials, or ``Dialer.connect``."""
         self._connect, self._options = connect, options
         self._channels: dict[tuple[str, bytes], asyncio.Task[grpc.aio.Channel]] = {}
+        self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
         self._is_closed = False
 
     async def _channel(self, fingerprint: bytes, address: str, peer_id: str = "") -> grpc.aio.Channel:
@@ -42,6 +44,19 @@ class SharedChannels:
         """Remove a connection that failed, even if nobody waits for it any more, so that the next call tries again."""
         if not has_result(connecting) and self._channels.get(key) is connecting:
             del self._channels[key]
+
+    def _forget_lost(self) -> None:
+        """Remove channels that are idle, or whose peer is gone or has moved. A stub keeps its own channel alive.
+
+        A channel connects with its first call.
+        """
+        for key, connecting in list(self._channels.items()):
+            state = connecting.result().get_state() if has_result(connecting) else None
+            if state is grpc.ChannelConnectivity.READY:
+                self._seen_ready.add(connecting)
+            elif state in _LOST or connecting in self._seen_ready:
+                del self._channels[key]
+        self._seen_ready.intersection_update(self._channels.values())
 
     async def close(self) -> None:
         self._is_closed = True
@@ -62,9 +77,11 @@ class PinnedChannels(SharedChannels):
     async def to(self, address: str, tls_fingerprint: bytes, peer_id: str) -> grpc.aio.Channel:
         """Return the channel to ``HOST:PORT``; raise PeerUnavailable if the peer is not reached, or the pool is closed.
 
-        Create a stub for the channel without awaiting in between: with a closed channel, gRPC ends the process.
+        Create a stub for the channel without awaiting in between: with a closed channel, gRPC ends the process. Keep
+        the stub while a call lasts: the pool forgets the channels of peers that end.
         """
         if not self._is_closed:
+            self._forget_lost()
             try:
                 channel = await self._channel(tls_fingerprint, address, peer_id)
             except (PeerUnavailable, BadReply) as error:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _IDLE_S = 60.0  # longer than the time between two rounds of measurement
 _MAX_ADDRESSES = 4  # of one server that are tried
-_LOST = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _MAX_SETTLED_BYTES = 64 * 1024  # of a step that is kept until the next one, which may take minutes
 
 Parts = list[bytes]
@@ -45,7 +44,6 @@ class ChannelPool(SharedChannels):
     def __init__(self, connect: Connect, idle_s: float = _IDLE_S) -> None:
         """Create a pool. For ``connect``, see ``Dialer.connect``; ``idle_s``: close a connection without calls then."""
         super().__init__(connect, [*CLIENT_OPTIONS, ("grpc.client_idle_timeout_ms", round(idle_s * 1000))])
-        self._seen_ready: set[asyncio.Task[grpc.aio.Channel]] = set()
 
     async def stub(self, server: ServerRecord) -> ServiceStub:
         """Return a stub. Raise PeerUnavailable or BadReply if the pool is closed or the server cannot be reached."""
@@ -58,19 +56,6 @@ class ChannelPool(SharedChannels):
         if channel is None or self._is_closed:  # gRPC ends the process that makes a stub of a closed channel
             raise PeerUnavailable("the connections to other servers are closed", server.peer_id)
         return ServiceStub(BLOCKS, channel)
-
-    def _forget_lost(self) -> None:
-        """Remove channels that are idle, or whose server is gone or has moved. A stub keeps its own channel alive.
-
-        A channel connects with its first call.
-        """
-        for key, connecting in list(self._channels.items()):
-            state = connecting.result().get_state() if has_result(connecting) else None
-            if state is grpc.ChannelConnectivity.READY:
-                self._seen_ready.add(connecting)
-            elif state in _LOST or connecting in self._seen_ready:
-                del self._channels[key]
-        self._seen_ready.intersection_update(self._channels.values())
 
 
 class Pusher:

@@ -106,7 +106,8 @@ class GrpcNetwork:
     async def _stream(
         self, peer: Progress, opens: Callable[[ServiceStub], Any]
     ) -> AsyncIterator[_CallStream[Any, Any]]:
-        call = opens(await self.stub(_TRAINING, peer))
+        stub = await self.stub(_TRAINING, peer)  # kept until the end, because the pool may forget its channel
+        call = opens(stub)
         try:
             yield _CallStream(call)
         finally:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
+import grpc
 import pytest
 
 from swarm_protocol.errors import PeerUnavailable
@@ -23,6 +26,10 @@ class SlowChannel:
     """Takes a second to open, and one to close."""
 
     is_closed = False
+    state = grpc.ChannelConnectivity.IDLE
+
+    def get_state(self) -> grpc.ChannelConnectivity:
+        return self.state
 
     async def close(self) -> None:
         self.is_closed = True
@@ -65,6 +72,27 @@ async def test_peers_that_are_asked_for_at_once_share_a_channel(opened: Opened) 
     assert await pinned.to("host:2", FINGERPRINT, "peer") is not first
     await pinned.close()
     assert all(channel.is_closed for channel in opened)
+
+
+async def test_channels_to_peers_that_are_gone_are_not_kept(opened: Opened) -> None:
+    """Nor idle ones. One that has not had its first call is not connected yet."""
+    pinned = PinnedChannels(ClientCredentials(identity(0)))
+    for port in range(4):
+        await pinned.to(f"host:{port}", FINGERPRINT, "peer")
+    idle, failed, ready, new = opened
+    idle.state = ready.state = grpc.ChannelConnectivity.READY
+    assert await pinned.to("host:0", FINGERPRINT, "peer") is idle
+    idle.state, failed.state = grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    assert await pinned.to("host:2", FINGERPRINT, "peer") is ready
+    assert await pinned.to("host:3", FINGERPRINT, "peer") is new
+    gone = WeakSet([idle, failed])
+    opened.clear()
+    del idle, failed
+    gc.collect()
+    assert not gone
+    await pinned.to("host:0", FINGERPRINT, "peer")
+    assert len(opened) == 1
+    await pinned.close()
 
 
 async def test_none_is_given_out_once_they_are_closed(opened: Opened) -> None:
