@@ -2,7 +2,7 @@
 
 A client asks the server again with inputs derived from a seed, and has the server sign the answer. Other servers of the
 same blocks repeat the computation, and publish the evidence if their results differ. Nobody has to be trusted: each
-reader of the evidence has further servers repeat the computation.
+reader of the evidence has further servers repeat the computation, and believes what more of them say.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
 from swarm_client.routing.routing import Hop
 from swarm_client.swarm.swarm import Swarm
 from swarm_client.transport.wire_tensor import WireTensor
-from swarm_client.verification.references import kind_of
+from swarm_client.verification.references import kind_of, witnesses
 from swarm_protocol.dht.records import ServerRecord, short_id
 from swarm_protocol.errors import PeerError, SwarmError
 from swarm_protocol.pb import swarm_pb2 as pb
@@ -31,9 +33,11 @@ from swarm_protocol.wire.block_input import BlockInput
 _JUDGES = 3  # servers that are asked to judge a liar, or informed of a doubt
 _ATTEMPTS = 32  # tries per judge to get a lie signed: enough for most servers that lie in a tenth of answers
 _QUESTIONS = 4  # different probes among all attempts
-_WITNESSES = 2  # servers that are asked beside the accuser, and must contradict the statement too
+_MAX_WITNESSES = 4  # servers that are asked beside the accuser
+_LEAD = 2  # so many more witnesses on one side decide: one that lies for its owner decides nothing
+_CLEAR = 0.5  # excess below which no honest server that rounds alike can have found a lie
 _MAX_READ = 4  # accusations that are verified at each reading
-_MOST_TRIES = 3  # readings at which an accusation is verified, if no witness answers
+_MOST_TRIES = 3  # readings at which an accusation is verified, if the witnesses do not decide it
 _MAX_KNOWN = 4096
 _READ_EVERY_S = 60.0  # searching for a key without entries asks many nodes
 _logger = logging.getLogger(__name__)
@@ -159,36 +163,52 @@ class AccusationClient:
         return Evidence.of(statement, seed, hidden_size, time.time())
 
     async def _is_decided(self, evidence: Evidence, publisher: str) -> bool:
-        """Judge the evidence. Return whether it is decided; False: no witness has answered, but one may do so later."""
-        statement, accused = evidence.statement, self._swarm.record_of(evidence.statement.peer_id)
-        if accused is None or self._swarm.is_banned(accused.peer_id):
+        """Judge the evidence. Return whether it is decided; if not, the witnesses of a later reading may decide it.
+
+        The accused need not be there, since it has signed what is judged: a liar could otherwise leave while clients
+        read. If the witnesses contradict one another, nobody is blamed, and the accused is doubted.
+        """
+        statement, swarm = evidence.statement, self._swarm
+        if swarm.is_banned(statement.peer_id) or swarm.traits.routed:  # see ``Evidence.excess``
             return True
-        if (statement.model, statement.revision) != (self._swarm.model, self._swarm.revision):
+        if (statement.model, statement.revision) != (swarm.model, swarm.revision):
             return True
-        servers = [
-            server
-            for server in await self._swarm.usable_servers()
-            if _overlap(server.span, statement.span) == statement.span
-            and server.peer_id not in (accused.peer_id, publisher)
-        ]
-        servers.sort(key=lambda server: (kind_of(server) != kind_of(accused), self._chance.random()))
-        contradictions = 0
-        for server in servers[:_WITNESSES]:
-            output = await self._answer(Hop(server, statement.span), evidence.inputs)
-            excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.traits.routed)
-            if excess is not None and excess < 1:
-                self._slanderers.add(publisher)
-                return True
-            contradictions += excess is not None
-        if contradictions:
+        servers = {
+            server.peer_id: server
+            for server in await swarm.usable_servers()
+            if _overlap(server.span, statement.span) == statement.span and server.peer_id != statement.peer_id
+        }
+        accuser = servers.pop(publisher, None)
+        judged = filter(None, (swarm.record_of(statement.peer_id), swarm.record_of(publisher)))
+        votes = await self._votes(evidence, witnesses(servers.values(), statement.kind, judged, self._chance))
+        if votes.lead >= _LEAD or (votes.is_one_alone and accuser is not None):  # of three servers, two decide
             _logger.warning(
                 "server %s has answered wrongly over blocks %s, as %s has shown: it is not used any more",
-                accused.short_id,
+                short_id(statement.peer_id),
                 statement.span,
                 short_id(publisher),
             )
-            self._swarm.ban(accused.peer_id)
-        return contradictions > 0
+            swarm.ban(statement.peer_id)
+            return True
+        if votes.lead <= -_LEAD:
+            if votes.refuting - votes.contradicting >= _LEAD:
+                self._slanderers.add(publisher)
+            return True
+        if votes.contradicting:
+            self._on_doubt(statement.peer_id)
+        return False
+
+    async def _votes(self, evidence: Evidence, servers: Iterator[ServerRecord]) -> _Votes:
+        """Return the votes of the first witnesses; no more are asked once those on one side lead."""
+        statement, votes = evidence.statement, _Votes()
+        for server in islice(servers, _MAX_WITNESSES):
+            output = await self._answer(Hop(server, statement.span), evidence.inputs)
+            excess = None if output is None else evidence.excess(output, kind_of(server), self._swarm.traits.routed)
+            if excess is not None:
+                votes.add(excess, kind_of(server) == statement.kind)
+            if abs(votes.lead) >= _LEAD:
+                break
+        return votes
 
     async def _answer(self, hop: Hop, inputs: BlockInput) -> torch.Tensor | None:
         """Return the server's answer, [positions, hidden_size]; None if the server fails."""
@@ -202,6 +222,38 @@ class AccusationClient:
         except SwarmError as error:
             _logger.info("an accusation was not checked: %s", error)
         return None
+
+
+@dataclass
+class _Votes:
+    """The votes of witnesses about a statement: the numbers of those that contradict and confirm it.
+
+    Attributes:
+        refuting: how many of the confirming witnesses show that the accuser cannot have found a lie.
+    """
+
+    contradicting: int = 0
+    confirming: int = 0
+    refuting: int = 0
+
+    def add(self, excess: float, is_alike: bool) -> None:
+        """Count a witness. ``excess``: see ``Evidence.excess``; ``is_alike``: it rounds as the accused does.
+
+        Other witnesses are compared within wider bounds, in which a lie that the accuser has found may be hidden.
+        """
+        self.contradicting += excess >= 1
+        self.confirming += excess < 1
+        self.refuting += is_alike and excess < _CLEAR
+
+    @property
+    def lead(self) -> int:
+        """Return how many more witnesses contradict the statement than confirm it."""
+        return self.contradicting - self.confirming
+
+    @property
+    def is_one_alone(self) -> bool:
+        """Return whether a single witness has answered, and contradicts the statement."""
+        return (self.contradicting, self.confirming) == (1, 0)
 
 
 def _overlap(one: Span, other: Span) -> Span | None:

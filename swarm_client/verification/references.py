@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_client.routing.routing import Hop, Route
@@ -68,12 +68,34 @@ def others(
         if not able:
             return None
 
-        def merit(server: ServerRecord) -> tuple[bool, bool, int, float]:
-            is_alike, is_apart = kind_of(server) == kind, not hosts & hosts_of(server)
-            first, second = (is_apart, is_alike) if prefers_hosts else (is_alike, is_apart)
-            return first, second, min(server.span.end, hop.span.end), chance.random()
+        def merit(server: ServerRecord) -> tuple[tuple[bool, bool], int, float]:
+            fit = _fit(server, kind, hosts, prefers_hosts)
+            return fit, min(server.span.end, hop.span.end), chance.random()
 
         server = max(able, key=merit)
         route.append(Hop(server, Span(block, min(server.span.end, hop.span.end))))
         block = route[-1].span.end
     return tuple(route)
+
+
+def witnesses(
+    servers: Iterable[ServerRecord], kind: RoundingKind, judged: Iterable[ServerRecord], chance: random.Random
+) -> Iterator[ServerRecord]:
+    """Yield servers, each of which has all blocks in question, in the order in which to ask them.
+
+    Each is chosen as ``others`` chooses: by its kind and its address, and the address counts among those of the
+    ``judged`` servers and of the witnesses before it.
+    """
+    left, hosts = list(servers), frozenset[str]().union(*(hosts_of(server) for server in judged))
+    while left:
+        prefers_hosts = chance.random() < _INDEPENDENT
+        merits = [(_fit(server, kind, hosts, prefers_hosts), chance.random()) for server in left]
+        witness = left.pop(merits.index(max(merits)))
+        hosts |= hosts_of(witness)
+        yield witness
+
+
+def _fit(server: ServerRecord, kind: RoundingKind, hosts: frozenset[str], prefers_hosts: bool) -> tuple[bool, bool]:
+    """Return whether the server rounds as ``kind``, and whether it is at none of ``hosts``; what counts more first."""
+    is_alike, is_apart = kind_of(server) == kind, not hosts & hosts_of(server)
+    return (is_apart, is_alike) if prefers_hosts else (is_alike, is_apart)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.unit.support import run, server_record
 
 @pytest.fixture(scope="module")
 def identities() -> Iterator[list[Identity]]:
-    yield [new_identity() for _ in range(5)]
+    yield [new_identity() for _ in range(6)]
 
 
 class World:
@@ -47,6 +48,7 @@ class World:
         self.doubted: dict[str, list[str]] = {}  # by publisher
         self.told: list[tuple[str, str]] = []  # who was told of a doubt, about whom
         self.gone = ""
+        self.unlisted = ""  # whose record cannot be read at present
         self.failures: list[str] = []
         self.heard: list[str] = []  # whom others doubt
         self.client = AccusationClient(self, self.heard.append)  # type: ignore[arg-type]
@@ -55,10 +57,14 @@ class World:
         return self.records[number].peer_id
 
     async def usable_servers(self) -> list[ServerRecord]:
-        return [record for record in self.records if record.peer_id not in self.banned]
+        return [record for record in self._listed if record.peer_id not in self.banned]
 
     def record_of(self, peer_id: str) -> ServerRecord | None:
-        return next((record for record in self.records if record.peer_id == peer_id), None)
+        return next((record for record in self._listed if record.peer_id == peer_id), None)
+
+    @property
+    def _listed(self) -> list[ServerRecord]:
+        return [record for record in self.records if record.peer_id != self.unlisted]
 
     async def server(self, record: ServerRecord) -> Connection:
         return Connection(self, record)
@@ -192,7 +198,53 @@ def test_who_publishes_what_has_expired_by_this_clock_is_heard_again(identities,
     assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
 
 
-def test_liars_who_confirm_a_false_accusation_need_to_be_all_who_are_asked(identities) -> None:
+def test_a_liar_does_not_escape_by_leaving_while_its_evidence_is_read(identities) -> None:
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    world.unlisted = world.peer_id(0)
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+
+
+def test_one_witness_that_lies_with_the_accused_silences_nobody(identities) -> None:
+    """Of two witnesses it keeps the lie from being decided, so that the accused is doubted. Of four, three decide."""
+    world = World(identities, "0:8", "0:8", "0:8", "0:8", lying={2: scaled})
+    assert not world.read(1, world.evidence(0, scaled))
+    assert world.heard == [world.peer_id(0)]
+    world.lying = {}
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+    world = World(identities, *["0:8"] * 6, lying={2: scaled})
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+
+
+def test_a_single_witness_bans_only_with_an_accuser_that_has_the_blocks(identities) -> None:
+    """Otherwise each of two servers could have the other one banned, as a stranger who accuses it."""
+    world = World(identities, "0:8", "0:4", "0:8", lying={2: zeros})
+    assert not world.read(1, world.evidence(0, honest))
+    world = World(identities, "0:8", "0:8", "0:8")
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+
+
+def test_witnesses_that_round_otherwise_do_not_silence_an_honest_accuser(identities) -> None:
+    """They cannot see a small lie."""
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    exact = list(world.records)
+    world.records[2:] = [replace(record, quant="int8") for record in exact[2:]]
+    assert not world.read(1, world.evidence(0, scaled))
+    world.records = exact
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+
+
+def test_a_lie_that_only_just_shows_does_not_silence_an_honest_accuser(identities) -> None:
+    """Others may find it a little smaller."""
+    world = World(identities, "0:8", "0:8", "0:8", "0:8")
+    kind = RoundingKind("none", "float32")
+    shown = Evidence.parse(world.evidence(0, scaled), time.time())
+    excess = shown.excess(true(shown.statement.span, shown.inputs.hidden[0]), kind, False)
+    assert excess is not None and excess > 1
+    assert not world.read(1, world.evidence(0, lambda output: (1 + 0.01 * 0.75 / excess) * output))
+    assert world.read(1, world.evidence(0, scaled)) == {world.peer_id(0)}
+
+
+def test_liars_who_confirm_a_false_accusation_need_to_lead(identities) -> None:
     world = World(identities, "0:8", "0:8", "0:8", "0:8", lying={2: zeros})
     assert not world.read(1, world.evidence(0, honest))
 

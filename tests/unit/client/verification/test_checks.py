@@ -16,7 +16,7 @@ from swarm_client.swarm.links import Links
 from swarm_client.swarm.swarm import BlockTraits
 from swarm_client.transport.wire_tensor import WireTensor
 from swarm_client.verification.checks import SampleCheck, SampledAnswer
-from swarm_client.verification.references import others, references
+from swarm_client.verification.references import kind_of, others, references, witnesses
 from swarm_client.verification.verdict import CheckVerdict, Disagreement, Lie
 from swarm_protocol.codecs.sizes import ANNOUNCED
 from swarm_protocol.dht.records import ServerRecord
@@ -352,3 +352,13 @@ def test_servers_that_round_alike_come_first() -> None:
     hop = servers.hop("a")
     assert {others(servers.records, hop, {"a"}, random.Random(seed))[0].server.peer_id for seed in range(20)} == {"c"}  # type: ignore[index]
     assert others(servers.records, hop, set("abc"), random.Random(0)) is None
+
+
+def test_some_witnesses_are_chosen_by_their_address() -> None:
+    """Otherwise those of a rare kind would all be of one owner, whose servers are at one address here."""
+    rare = [server_record(name, "0:8", quant="int8", addresses=("5.0.0.1:1",)) for name in "abc"]
+    common = [server_record(name, "0:8", addresses=(f"5.0.0.{number}:1",)) for number, name in enumerate("def", 2)]
+    chance = random.Random(1)
+    first = [next(witnesses(rare[1:] + common, kind_of(rare[0]), rare[:1], chance)) for _ in range(400)]
+    assert 70 < sum(server in common for server in first) < 130
+    assert sorted(s.peer_id for s in witnesses(common, kind_of(rare[0]), rare, chance)) == list("def")
