@@ -283,12 +283,8 @@ class ServerConnection:
             return output, reply.statement
 
         output, signed = await self._watched(work(), span)
-        try:
-            statement = OutputStatement.parse(signed)
-            if not statement.is_by(self.record, span):
-                raise ValueError("it is about other blocks, or another kind of server")
-            if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
-                raise ValueError("it is about another output")
+        try:  # in a thread, because it hashes all inputs
+            await asyncio.to_thread(_check_statement, signed, self.record, span, inputs, output)
         except ValueError as error:
             raise bad_reply(self.record, span, f"has signed a false statement: {error}") from None
         return output, signed
@@ -397,3 +393,14 @@ class ServerConnection:
             revision=self.record.revision,
             blocks=pb.Span(start=span.start, end=span.end),
         )
+
+
+def _check_statement(
+    signed: pb.SignedStatement, server: ServerRecord, span: Span, inputs: BlockInput, output: WireTensor
+) -> None:
+    """Raise ValueError unless the server has signed that it has computed this output of these inputs."""
+    statement = OutputStatement.parse(signed)
+    if not statement.is_by(server, span):
+        raise ValueError("it is about other blocks, or another kind of server")
+    if not statement.is_about(inputs, output.decode(inputs.hidden.shape, inputs.hidden.dtype)[0]):
+        raise ValueError("it is about another output")

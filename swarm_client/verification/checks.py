@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,10 @@ class _Answer:
 
 
 class SampleCheck:
-    """The check of one sample. All methods run on the background loop."""
+    """The check of one sample. All coroutines run on the background loop, and all computation in threads.
+
+    A long row of a large model is gigabytes of float64, and sessions go on meanwhile.
+    """
 
     def __init__(self, swarm: Swarm, sample: SampledAnswer, routed: bool, chance: random.Random) -> None:
         """Prepare the check. ``routed``: the model's blocks choose among experts."""
@@ -86,7 +90,7 @@ class SampleCheck:
             return CheckVerdict(unchecked=unchecked)
         bounds = self._bounds_of_chain(parts)
         answers, hidden = await self._compute_again(parts)
-        if self._compare(hidden).excess(bounds) >= 1:  # 1: as far apart as the bounds allow
+        if (await asyncio.to_thread(self._compare, hidden)).excess(bounds) >= 1:  # 1: as far apart as the bounds allow
             found = await self._find_out(parts, answers, servers)
             return found if found.is_wrong else self._contradiction(parts, answers)
         # Bounds that are wide for some parts would hide the lies of others.
@@ -105,17 +109,26 @@ class SampleCheck:
         The hidden states are rounded between the same blocks as in the session.
         """
         to_first, *after_hops = self._sample.codecs
-        sent = WireTensor.of(self._sample.inputs.stacked, to_first)
-        first, additions = unstacked(sent.decode(sent.header.shape, self._sample.inputs.hidden.dtype))
-        hidden = WireTensor.of(first)
+        hidden, additions = await asyncio.to_thread(self._sent, to_first)
         answers: list[list[_Answer]] = []
         for part, codec in zip(parts, after_hops, strict=True):
             answers.append(await self._through(part.route, hidden))
             hidden, number = answers[-1][-1].outputs, part.hop.span.end - 1
-            if additions is not None and number < additions.shape[2]:
-                hidden = WireTensor.of(self._decoded(hidden)[None] + additions[:, :, number])
-            hidden = hidden.recoded(codec).recoded(pb.RAW)  # what the link left of it, sent here without a codec
+            added = None if additions is None or number >= additions.shape[2] else additions[:, :, number]
+            hidden = await asyncio.to_thread(self._linked, hidden, added, codec)
         return answers, hidden
+
+    def _sent(self, codec: pb.Codec) -> tuple[WireTensor, torch.Tensor | None]:
+        """Return the hidden states that the first server got, and the additions, as the first link rounds them."""
+        sent = WireTensor.of(self._sample.inputs.stacked, codec)
+        hidden, additions = unstacked(sent.decode(sent.header.shape, self._sample.inputs.hidden.dtype))
+        return WireTensor.of(hidden), additions
+
+    def _linked(self, hidden: WireTensor, added: torch.Tensor | None, codec: pb.Codec) -> WireTensor:
+        """Return what a link in this codec leaves of the hidden states, after the client has added to them."""
+        if added is not None:
+            hidden = WireTensor.of(self._decoded(hidden)[None] + added)
+        return hidden.recoded(codec).recoded(pb.RAW)  # sent here without a codec
 
     def _compare(self, hidden: WireTensor) -> Comparison:
         """Compare the session's outputs with those that were computed again, where no padding is."""
@@ -134,7 +147,7 @@ class SampleCheck:
             if part.others is None:
                 continue
             own = await self._answer(part.hop, again[0].inputs)
-            if self._agree_all([own], again):
+            if await asyncio.to_thread(self._agree_all, [own], again):
                 continue
             found = await self._vote(part.hop, [[own], again], servers, least=2)
             lies += found.lies
@@ -153,7 +166,7 @@ class SampleCheck:
         if third is None:
             return CheckVerdict()
         ways = [again, await self._through(third, again[0].inputs)]
-        if self._agree_all(*ways):
+        if await asyncio.to_thread(self._agree_all, *ways):
             return CheckVerdict()
         own = await self._answer(part.hop, again[0].inputs)
         return await self._vote(part.hop, [[own], *ways], servers, least=3)
@@ -181,21 +194,20 @@ class SampleCheck:
         Answers of further servers are added to ``ways`` until three agree.
         """
         hidden = ways[0][0].inputs
-        while not (found := self._majority(ways, 3)) and len(ways) < MOST_ANSWERS:
+        while not (found := await asyncio.to_thread(self._majority, ways, 3)) and len(ways) < MOST_ANSWERS:
             asked = {name for way in ways for name in _names(way)}
             further = others(servers, hop, asked, self._chance, asked)
             if further is None:
                 break
             ways.append(await self._through(further, hidden))
-        return found or self._majority(ways, least) or frozenset()
+        return found or await asyncio.to_thread(self._majority, ways, least) or frozenset()
 
     async def _lies_against(self, found: frozenset[int], hop: Hop, ways: Sequence[Sequence[_Answer]]) -> list[Lie]:
         """Return which servers differ from those that agree."""
         witnesses = tuple(name for number in sorted(found) for name in _names(ways[number]))
         lies: list[Lie] = []
         for number, way in enumerate(ways):
-            # Bounds are wide: an answer may agree with one of the majority and differ from another one.
-            if number in found or any(self._agree_all(way, ways[other]) for other in found):
+            if number in found or await asyncio.to_thread(self._agrees_with_some, way, [ways[i] for i in found]):
                 continue
             if len(way) == 1:
                 lies.append(Lie(way[0].hop.server.peer_id, way[0].hop.span, witnesses))
@@ -212,7 +224,7 @@ class SampleCheck:
         lies = []
         for answer in way:
             own = await self._answer(Hop(hop.server, answer.hop.span), answer.inputs)
-            if not self._agree_all([own], [answer]):
+            if not await asyncio.to_thread(self._agree_all, [own], [answer]):
                 lies.append(Lie(answer.hop.server.peer_id, answer.hop.span, witnesses))
         return lies
 
@@ -240,11 +252,11 @@ class SampleCheck:
         try:
             server = await self._swarm.server(hop.server)
             if self._sample.adapter.part(hop.span) is None:  # statements name no adapters
-                inputs = replace(self._sample.inputs, hidden=self._decoded(hidden)[None])
+                inputs = replace(self._sample.inputs, hidden=(await asyncio.to_thread(self._decoded, hidden))[None])
                 outputs, _ = await server.stated(hop.span, inputs, hidden)
             else:
                 outputs, _ = await server.forward(hop.span, hidden, self._context, unwatched)
-            self._decoded(outputs)
+            await asyncio.to_thread(self._decoded, outputs)
         except BadReply as error:
             raise BadReply(str(error), hop.server.peer_id, hop.span) from None
         except PeerError as error:
@@ -267,6 +279,10 @@ class SampleCheck:
             self._decoded(wire)[self._attended] for wire in (one[0].inputs, one[-1].outputs, other[-1].outputs)
         )
         return Comparison.of(inputs, ours, theirs).excess(bounds) < 1
+
+    def _agrees_with_some(self, way: Sequence[_Answer], others: Iterable[Sequence[_Answer]]) -> bool:
+        """Return whether a way agrees with one of the others. Bounds are wide, so it may differ from another one."""
+        return any(self._agree_all(way, other) for other in others)
 
     def _bounds_of_chain(self, parts: Sequence[CheckedHop]) -> Bounds:
         hops = self._sample.hops

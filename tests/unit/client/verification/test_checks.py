@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +25,7 @@ from swarm_protocol.dht.records import ServerRecord
 from swarm_protocol.errors import PeerUnavailable
 from swarm_protocol.pb import swarm_pb2 as pb
 from swarm_protocol.span import Span
+from swarm_protocol.verification.comparison import Comparison
 from swarm_protocol.wire.block_input import BlockInput
 from tests.unit.support import run, server_record
 
@@ -362,3 +365,24 @@ def test_some_witnesses_are_chosen_by_their_address() -> None:
     first = [next(witnesses(rare[1:] + common, kind_of(rare[0]), rare[:1], chance)) for _ in range(400)]
     assert 70 < sum(server in common for server in first) < 130
     assert sorted(s.peer_id for s in witnesses(common, kind_of(rare[0]), rare, chance)) == list("def")
+
+
+@pytest.mark.parametrize("lie", [honest, zeros])
+async def test_outputs_are_compared_beside_the_event_loop(lie: Lying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long row of a large model takes seconds, and sessions go on meanwhile."""
+    compare, loop = Comparison.of, asyncio.get_running_loop()
+    num_compared = 0
+
+    def slow(*tensors: torch.Tensor) -> Comparison:
+        nonlocal num_compared
+        others_go_on = threading.Event()
+        loop.call_soon_threadsafe(others_go_on.set)
+        assert others_go_on.wait(10.0), "the event loop waits for a comparison"
+        num_compared += 1
+        return compare(*tensors)
+
+    monkeypatch.setattr(Comparison, "of", slow)
+    servers = Servers(*THREE_OF_EACH)
+    check = SampleCheck(servers, servers.sample("a", "b", lying=lie, by="b"), False, random.Random(0))  # type: ignore[arg-type]
+    await check.run()
+    assert num_compared
