@@ -17,7 +17,7 @@ _MOST_PREVIOUS = 1000  # responses that one may follow, one after the other
 _TABLE = """CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE, key TEXT, previous TEXT, size INTEGER, items TEXT, response TEXT
 )"""
-# Responses stay in the order of what they and the later ones of their key take, so that no key pushes out another's.
+# Responses stay in the order of what they and the later ones of their key take: who has most loses the oldest first.
 _LEAVE_OUT = """DELETE FROM responses WHERE number IN (
     SELECT number FROM (
         SELECT number, SUM(size) OVER (ORDER BY of_key, number DESC) AS total FROM (

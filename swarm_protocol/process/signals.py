@@ -47,7 +47,7 @@ def all_ending_signals() -> list[signal.Signals]:
 
 
 def _heard(*numbers: signal.Signals | None) -> list[signal.Signals]:
-    """Return the signals that exist on this system, without those that this process ignores since its start."""
+    """Return the signals that exist on this system, without those that this process ignores."""
     return [number for number in numbers if number is not None and signal.getsignal(number) is not signal.SIG_IGN]
 
 

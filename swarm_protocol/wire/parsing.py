@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from swarm_protocol.errors import RequestRejected
 
 T = TypeVar("T", bound=Message)
-MAX_FIELDS = 4096  # of one message with all nested ones; an honest message has a tenth
+MAX_FIELDS = 4096  # of one message with all nested ones; an honest request has a tenth, and an offer half at most
 _SMALL_BYTES = 64 * 1024  # messages up to this size are parsed unchecked: they take at most 4 MB of memory
 _VARINT, _I64, _LENGTH, _I32 = 0, 1, 2, 5  # https://protobuf.dev/programming-guides/encoding/
 _FIXED_BYTES = {_I64: 8, _I32: 4}
