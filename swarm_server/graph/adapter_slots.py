@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,26 @@ from swarm_server.adapters.lora import AdapterLayout, PlacedAdapter
 
 _MOST_SLOTS = 4  # layouts of adapters that have programs at a time
 _MOST_BYTES = 512 * MIB  # of all slots together
-_MOST_COUNTED = 64  # layouts without a slot whose steps are counted
+_MOST_COUNTED = 64  # layouts without a slot, or parts of the span without programs, whose steps are counted
 _COLUMNS = 16  # a product is computed in groups of so many columns, and slowly for the columns that are left
-STEPS_TO_PAY = 8  # steps with adapters of one layout after which a slot and its programs have paid for their making
+STEPS_TO_PAY = 8  # steps of one kind after which programs, and a slot if they need one, have paid for their making
+
+
+class StepCounts:
+    """The numbers of steps of kinds that have no programs yet, for the kinds that came last."""
+
+    def __init__(self) -> None:
+        self._num_steps: OrderedDict[Hashable, int] = OrderedDict()
+
+    def has_paid(self, kind: Hashable) -> bool:
+        """Count a step of this kind. Return whether enough have come for programs to pay, and begin again if so."""
+        num_steps = self._num_steps.pop(kind, 0) + 1
+        if num_steps >= STEPS_TO_PAY:
+            return True
+        self._num_steps[kind] = num_steps
+        if len(self._num_steps) > _MOST_COUNTED:
+            self._num_steps.popitem(last=False)
+        return False
 
 
 class AdapterSlot:
@@ -58,7 +75,7 @@ class AdapterSlots:
     def __init__(self, forget: Callable[[AdapterSlot], None]) -> None:
         """Create no slots yet. ``forget`` is called with each slot that is dropped, and must drop its programs."""
         self._slots: OrderedDict[AdapterLayout, AdapterSlot] = OrderedDict()
-        self._num_steps: OrderedDict[AdapterLayout, int] = OrderedDict()  # of layouts that have no slot
+        self._counts = StepCounts()  # of layouts that have no slot
         self._forget = forget
 
     def slot_of(self, adapter: PlacedAdapter) -> AdapterSlot | None:
@@ -69,12 +86,8 @@ class AdapterSlots:
         return slot
 
     def _new_slot(self, adapter: PlacedAdapter) -> AdapterSlot | None:
-        num_steps = self._num_steps.pop(adapter.layout, 0) + 1
         size_bytes = _padded_bytes(adapter)
-        if num_steps < STEPS_TO_PAY or size_bytes > _MOST_BYTES:
-            self._num_steps[adapter.layout] = num_steps
-            if len(self._num_steps) > _MOST_COUNTED:
-                self._num_steps.popitem(last=False)
+        if size_bytes > _MOST_BYTES or not self._counts.has_paid(adapter.layout):
             return None
         while len(self._slots) == _MOST_SLOTS or self._used_bytes + size_bytes > _MOST_BYTES:
             self._forget(self._slots.popitem(last=False)[1])

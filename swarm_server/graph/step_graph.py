@@ -17,7 +17,7 @@ from swarm_models.kernels.quantized_linear import QuantizedLinear
 from swarm_protocol.span import Span
 from swarm_server.adapters.lora import AdapterRows, Patches, PlacedAdapter
 from swarm_server.blocks.blocks import BlockStack
-from swarm_server.graph.adapter_slots import AdapterSlot, AdapterSlots
+from swarm_server.graph.adapter_slots import AdapterSlot, AdapterSlots, StepCounts
 from swarm_server.graph.assembling import Assembled, Linear
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
@@ -48,6 +48,7 @@ class StepGraphs:
         self._longest_window = longest_window
         self._patches = Patches(stack)
         self._slots = AdapterSlots(self._forget)
+        self._counts = StepCounts()  # by part of the span
         self._captured: OrderedDict[tuple[Span, AdapterSlot | None], Linear | None] = OrderedDict()
         self._assembled: OrderedDict[tuple[Span, AdapterSlot | None, int], Assembled] = OrderedDict()
         self._memory = torch.empty(0)  # all programs compute in it, one at a time
@@ -112,14 +113,17 @@ class StepGraphs:
     def _linear(self, blocks: Span, slot: AdapterSlot | None) -> Linear | None:
         key = blocks, slot
         if key not in self._captured:
+            if len(self._captured) >= _MOST_CAPTURES:
+                # Else clients that take turns with more parts would have each of their steps captured.
+                if not self._counts.has_paid(blocks):
+                    return None
+                self._drop(next(iter(self._captured)))  # it was used longest ago
             try:
                 self._captured[key] = self._capture(self._stack.view(blocks), slot)
             except NotCapturable as error:
                 kind = "" if slot is None else " with an adapter"
                 _logger.info("decode steps of blocks %s%s are not programs: %s", blocks, kind, error)
                 self._captured[key] = None
-            if len(self._captured) > _MOST_CAPTURES:
-                self._drop(next(iter(self._captured)))  # it was used longest ago
         self._captured.move_to_end(key)
         return self._captured[key]
 

@@ -17,7 +17,7 @@ from swarm_protocol.wire.adapters import Adapter, LowRank
 from swarm_server.blocks.blocks import BlockStack, load_blocks
 from swarm_server.engine.engine import Engine
 from swarm_server.engine.session_state import Crop, Reorder
-from swarm_server.graph import step_graph
+from swarm_server.graph import adapter_slots, step_graph
 from swarm_server.graph.adapter_slots import STEPS_TO_PAY
 from swarm_server.graph.capturing import capture
 from swarm_server.graph.recording import NotCapturable
@@ -268,6 +268,7 @@ def test_adapters_of_one_layout_take_turns_in_the_same_programs(llama: BlockStac
 
 def test_captures_of_parts_of_the_span_take_limited_memory(llama: BlockStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "_MOST_CAPTURES", 3)
+    monkeypatch.setattr(adapter_slots, "STEPS_TO_PAY", 1)
     engine, budget = Engine(llama), CacheBudget(PLENTY, 1)
     counted = counted_steps(engine)
     spans = [Span(start, end) for start in range(BLOCKS) for end in range(start + 1, BLOCKS + 1)]
@@ -284,6 +285,24 @@ def test_captures_of_parts_of_the_span_take_limited_memory(llama: BlockStack, mo
             assert len(kept) <= 3 and (HOSTED, None) in kept  # what others use stays
             assert {place[:2] for place in counted.graphs._assembled} <= set(kept)
     assert counted.steps == 4 * len(spans)
+
+
+def test_a_part_takes_the_place_of_another_once_its_programs_pay(
+    llama: BlockStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that takes turns with very many parts would have the server capture one at each step."""
+    monkeypatch.setattr(step_graph, "_MOST_CAPTURES", 2)
+    engine, budget = Engine(llama), CacheBudget(PLENTY, 1)
+    counted = counted_steps(engine)
+    first, second = (
+        Generation.open(engine, budget, span, seed=span.start, shares=False) for span in (Span(0, 2), Span(1, 3))
+    )
+    run(engine, (first, first.step(1)))
+    for _ in range(STEPS_TO_PAY - 1):
+        run(engine, (second, second.step(1)))
+    assert counted.steps == 1 and list(counted.graphs._captured) == [(HOSTED, None), (Span(0, 2), None)]
+    run(engine, (second, second.step(1)))
+    assert counted.steps == 2 and list(counted.graphs._captured) == [(Span(0, 2), None), (Span(1, 3), None)]
 
 
 class Looks(nn.Module):
