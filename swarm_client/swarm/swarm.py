@@ -67,10 +67,12 @@ class BlockTraits:
     """The properties of a model's blocks that a client must know.
 
     Attributes:
+        hidden_size: how many numbers a hidden state has.
         routed: whether blocks choose among experts.
         has_states: whether some blocks keep a recurrent state, so that servers keep no prompts.
     """
 
+    hidden_size: int = 0
     routed: bool = False
     has_states: bool = False
 

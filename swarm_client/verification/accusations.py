@@ -35,7 +35,7 @@ _ATTEMPTS = 32  # tries per judge to get a lie signed: enough for most servers t
 _QUESTIONS = 4  # different probes among all attempts
 _MAX_WITNESSES = 4  # servers that are asked beside the accuser
 _LEAD = 2  # so many more witnesses on one side decide: one that lies for its owner decides nothing
-_CLEAR = 0.5  # excess below which no honest server that rounds alike can have found a lie
+_CLEAR = 0.5  # excess below which an honest server that rounds alike is unlikely to have found a lie
 _MAX_READ = 4  # accusations that are verified at each reading
 _MOST_TRIES = 3  # readings at which an accusation is verified, if the witnesses do not decide it
 _MAX_KNOWN = 4096
@@ -47,7 +47,7 @@ class AccusationClient:
     """The accusations of one client. All methods run on the background loop."""
 
     def __init__(self, swarm: Swarm, on_doubt: Callable[[str], None] = lambda _: None) -> None:
-        """Keep ``on_doubt``, which is called at each reading with the peer ids of servers that other clients doubt."""
+        """Keep ``on_doubt``, which gets the peer ids of servers that other clients doubt, or witnesses disagree on."""
         self._swarm = swarm
         self._on_doubt = on_doubt
         self._chance = random.SystemRandom()
@@ -173,6 +173,8 @@ class AccusationClient:
             return True
         if (statement.model, statement.revision) != (swarm.model, swarm.revision):
             return True
+        if evidence.inputs.hidden.shape[-1] != swarm.traits.hidden_size:  # a stranger may have made megabytes of it
+            return True
         servers = {
             server.peer_id: server
             for server in await swarm.usable_servers()
@@ -229,7 +231,7 @@ class _Votes:
     """The votes of witnesses about a statement: the numbers of those that contradict and confirm it.
 
     Attributes:
-        refuting: how many of the confirming witnesses show that the accuser cannot have found a lie.
+        refuting: how many of the confirming witnesses show that the accuser is unlikely to have found a lie.
     """
 
     contradicting: int = 0

@@ -60,7 +60,9 @@ class ModelOpening:
             checkpoint.revision,
             checkpoint.family.num_blocks,
             traits=BlockTraits(
-                routed=has_experts(checkpoint.config), has_states=has_states(checkpoint.family, checkpoint.config)
+                checkpoint.family.hidden_size,
+                routed=has_experts(checkpoint.config),
+                has_states=has_states(checkpoint.family, checkpoint.config),
             ),
             caller=self._caller,
             dht=self._dht,

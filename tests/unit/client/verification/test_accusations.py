@@ -34,7 +34,7 @@ def identities() -> Iterator[list[Identity]]:
 class World:
     """A swarm of servers, of which some lie, seen by one client; ``banned``: by it."""
 
-    model, revision, traits, closed, sessions = "model", "revision", BlockTraits(), False, ()
+    model, revision, traits, closed, sessions = "model", "revision", BlockTraits(HIDDEN), False, ()
 
     def __init__(self, identities: list[Identity], *blocks: str, lying: dict[int, Lying] | None = None) -> None:
         self.identities = identities[: len(blocks)]
@@ -147,7 +147,7 @@ def test_who_signs_no_lie_and_whom_nobody_can_show_is_doubted(identities) -> Non
     assert sorted(world.told) == sorted((world.peer_id(number), world.peer_id(0)) for number in (1, 2))
     shown = World(identities, "0:8", "0:8", lying={0: zeros})
     assert shown.tell(0, "0:8") and not shown.told
-    shown.traits = BlockTraits(routed=True)
+    shown.traits = BlockTraits(HIDDEN, routed=True)
     assert not shown.tell(0, "0:8") and shown.told == [(shown.peer_id(1), shown.peer_id(0))] and len(shown.accused) == 1
 
 
@@ -266,6 +266,19 @@ def test_an_accusation_without_an_answer_is_looked_into_three_times_and_only_a_f
         assert not world.read(1, *accusations)
         assert len(world.failures) <= num_asked + 4
     assert len(world.failures) == 3 * 6
+
+
+def test_nobody_is_asked_about_hidden_states_of_another_size(identities) -> None:
+    """A stranger who has signed them would have each client send megabytes to each witness."""
+    world = World(identities, "0:8", "0:8", "0:8")
+    world.gone, world.unlisted = world.peer_id(2), world.peer_id(0)
+    seed, signer = new_seed(), Signer(world.identities[0], world.records[0].to_proto, time.time)
+    inputs = probe(seed, 2 * HIDDEN)
+    statement = signer.sign(Span(0, 8), inputs, inputs.hidden[0])
+    world.read(1, pb.Evidence(statement=statement, seed=seed, hidden_size=2 * HIDDEN))
+    assert not world.failures
+    world.read(1, world.evidence(0, zeros))
+    assert world.failures == [world.gone]
 
 
 def test_a_witness_that_comes_back_is_heard(identities) -> None:
