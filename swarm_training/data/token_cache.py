@@ -14,6 +14,7 @@ from swarm_protocol.file_lock import lock, try_lock
 
 FACTS = "tokens.json"  # a directory with it is a complete table
 _LOCK = ".lock"  # of the cache, and of each table; its time is that of the table's last use
+_REMOVED = ".removed"  # a table that is being removed, or whose removal was interrupted
 _DAYS = 30  # since a table was last opened
 _logger = logging.getLogger(__name__)
 
@@ -36,10 +37,15 @@ def table_in_use(directory: Path) -> Iterator[None]:
 def remove_unused(cache: Path) -> None:
     """Remove the tables that nobody uses and that were opened last more than 30 days ago."""
     with suppress(OSError), _alone_in(cache):
+        removed = cache / _REMOVED
+        shutil.rmtree(removed, ignore_errors=True)
         for directory in cache.iterdir():
             with suppress(OSError):
                 if _is_old(directory) and _is_free(directory):
-                    shutil.rmtree(directory)  # nobody begins to use it meanwhile, because this process is alone
+                    # Under its own name, a table that is removed in part would count as damaged. Windows renames no
+                    # directory with an open file. Nobody opens the table meanwhile, because this process is alone.
+                    directory.rename(removed)
+                    shutil.rmtree(removed)
                     _logger.info("removed %s: no run has opened these tokens for %d days", directory, _DAYS)
 
 

@@ -69,3 +69,20 @@ def test_a_cache_that_cannot_be_locked_is_used_all_the_same(tmp_path: Path, monk
         monkeypatch.setattr(token_cache, name, unsupported)
     assert len(opened(tmp_path / "new")) == 2
     assert names(tmp_path) == {"old", "new"}
+
+
+def test_a_table_that_was_removed_only_in_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, **_: object) -> None:
+        if path.exists():
+            (path / "tokens.bin").unlink()
+            raise OSError("interrupted")
+
+    opened(tmp_path / "old")
+    gc.collect()
+    age(tmp_path / "old")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", interrupted)
+        opened(tmp_path / "new")
+    assert len(opened(tmp_path / "old")) == 2
+    opened(tmp_path / "newer")
+    assert names(tmp_path) == {"old", "new", "newer"}
