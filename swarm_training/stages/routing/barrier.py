@@ -2,8 +2,8 @@
 
 All stages step together. A stage that holds its average of step t waits until every other stage holds its own. Until
 then, each can still compute micro-batches of step t for stages that lack some because a peer has died. If more than
-half of a stage are past the step, others follow them: the barrier was open then. A single peer that claims to be past
-it moves nobody, unless it is alone at its stage: records come from strangers.
+half of a stage's peers that have come to the step are past it, others follow them: the barrier was open then. A single
+peer that claims to be past the step moves nobody if mates of it are at the step: records come from strangers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Norm = TypeVar("Norm", float, tuple[float, ...])
 
 def may_step(stages: RunStages, moment: Moment) -> bool:
     """Return whether a peer that holds the average of this moment may apply it."""
-    if any(_most_are_past(stage, moment) for stage in stages.stages):
+    # Peers that lag behind are left out, since they may do so for as long as they download the state.
+    if any(_most_are_past([peer for peer in stage if peer.moment >= moment], moment) for stage in stages.stages):
         return True
     return bool(stages.stages) and all(_holds(stage, moment) for stage in stages.stages)
 

@@ -60,14 +60,14 @@ def lacking(
 ) -> dict[int, frozenset[int]]:
     """Return, by micro-batch, the stages that lack its gradient at this moment; complete micro-batches are left out.
 
-    A stage with a decided average, or of which more than half have gone on, lacks nothing. ``claimed``: the
-    micro-batches that count as present although no bitmap shows them, by stage.
+    A stage lacks nothing if a peer holds a decided average, or more peers have gone on than are at this moment.
+    ``claimed``: the micro-batches that count as present although no bitmap shows them, by stage.
     """
     everything = frozenset(range(num_micro_batches))
     found: dict[int, set[int]] = {}
     for stage, peers in enumerate(stages):
         here = [peer for peer in peers if peer.moment == moment]
-        if any(peer.holds for peer in here) or 2 * sum(peer.moment > moment for peer in peers) > len(peers):
+        if any(peer.holds for peer in here) or sum(peer.moment > moment for peer in peers) > len(here):
             continue
         present = frozenset[int]().union(*(members(peer.micro_batches) for peer in here))
         for number in everything - present - frozenset(claimed.get(stage, ())):

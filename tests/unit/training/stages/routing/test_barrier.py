@@ -54,6 +54,7 @@ def stages(*text: str) -> RunStages:
         (["5h 5h", "5 6", "5h"], False),
         (["5h 5h", "5b 6 6", "5"], True),  # most of a stage went through
         (["5h 5h", "5h 6", "5h"], True),
+        (["5h", "5", "6 4"], True),  # who lags behind may do so for long
         (["5h", "5", "1/6"], False),  # that is another way
         ([], False),
     ],

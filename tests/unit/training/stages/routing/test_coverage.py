@@ -59,7 +59,8 @@ def test_a_stage_lacks_what_none_of_its_peers_at_this_moment_has() -> None:
 
 def test_a_stage_that_has_its_average_lacks_nothing() -> None:
     later, back = peer("a", moment=LATER), peer("b", moment=Moment(1, 0))
-    for done in ([peer("a", holds=True), peer("b")], [later], [back], [later, back, peer("c")]):
+    behind = peer("d", moment=Moment(0, 3))
+    for done in ([peer("a", holds=True), peer("b")], [later], [back], [later, back, peer("c")], [later, behind]):
         assert lacking([done, [peer("c")]], NOW, 2, {}) == {0: {1}, 1: {1}}
     assert lacking([[peer("a", holds=True, moment=Moment(0, 6)), peer("b", 0)]], NOW, 2, {}) == {1: {0}}
 
