@@ -78,6 +78,7 @@ class TrainingRun(Closing):
             ValueError: an argument makes training impossible, or the peers of the run train another model.
             CheckpointError: all checkpoints in ``resume`` are damaged.
             NoSwarm, PeerUnavailable: no initial peer answered, or none of them trains this run.
+            UnreadableState: as for ``step``.
         """
         check_run_name(name)
         self._name = name

@@ -90,7 +90,7 @@ async def serve(
             model; or the directory for the trained model has another one.
         NoSwarm: no initial peer answered.
         AccessDenied: a moderator has banned this peer.
-        SwarmError: see ``serve_trained``.
+        SwarmError: see ``serve_trained``; UnreadableState, which is one: see ``StagePeer.run``.
     """
     place = StageOfRun(file.run.name, index or 0, file.stages.count, require_stages(file))
     require_same_count(file)

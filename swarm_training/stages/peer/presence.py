@@ -86,6 +86,7 @@ class StagePresence:
             ValueError: nothing can be trained so, or the other peers train another model.
             NoSwarm: no initial peer answered.
             AccessDenied: a moderator has banned this peer.
+            UnreadableState: see ``StagePeer.join``.
         """
         if config.counting != "exact" or config.client_mode:
             raise ValueError("a stage peer counts exactly and can be called: expected counting 'exact', no client_mode")
@@ -124,7 +125,7 @@ class StagePresence:
             return cls(stage_peer, addresses, network, tasks, resources.pop_all())
 
     async def wait(self) -> None:
-        """Wait until ``leave``. Raises AccessDenied if a moderator has banned this peer."""
+        """Wait until ``leave``. Raises AccessDenied or UnreadableState, see ``StagePeer.run``."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if not task.cancelled():
