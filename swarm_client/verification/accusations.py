@@ -168,13 +168,9 @@ class AccusationClient:
         The accused need not be there, since it has signed what is judged: a liar could otherwise leave while clients
         read. If the witnesses contradict one another, nobody is blamed, and the accused is doubted.
         """
+        if not self._concerns(evidence):
+            return True
         statement, swarm = evidence.statement, self._swarm
-        if swarm.is_banned(statement.peer_id) or swarm.traits.routed:  # see ``Evidence.excess``
-            return True
-        if (statement.model, statement.revision) != (swarm.model, swarm.revision):
-            return True
-        if evidence.inputs.hidden.shape[-1] != swarm.traits.hidden_size:  # a stranger may have made megabytes of it
-            return True
         servers = {
             server.peer_id: server
             for server in await swarm.usable_servers()
@@ -199,6 +195,15 @@ class AccusationClient:
         if votes.contradicting:
             self._on_doubt(statement.peer_id)
         return False
+
+    def _concerns(self, evidence: Evidence) -> bool:
+        """Return whether the evidence is about blocks of this client's model, and about a server that is not banned."""
+        statement, swarm = evidence.statement, self._swarm
+        if swarm.is_banned(statement.peer_id) or swarm.traits.routed:  # see ``Evidence.excess``
+            return False
+        hidden_size = evidence.inputs.hidden.shape[-1]  # a stranger may have made megabytes of it
+        is_ours = (statement.model, statement.revision) == (swarm.model, swarm.revision)
+        return is_ours and hidden_size == swarm.traits.hidden_size
 
     async def _votes(self, evidence: Evidence, servers: Iterator[ServerRecord]) -> _Votes:
         """Return the votes of the first witnesses; no more are asked once those on one side lead."""

@@ -116,8 +116,7 @@ class StagePresence:
             peer.listens_at(*await serve(add_all, config, host, resources))
             tasks = [asyncio.create_task(watch.run())]
             resources.push_async_callback(end_tasks, tasks)
-            # A peer that cannot join, or is cancelled, has started already: mates must not wait for it, nor its tasks
-            # go on.
+            # It has started even if it cannot join or is cancelled: mates must not wait for it, nor its tasks go on.
             async with awaited_on_error(peer.leave):
                 await stage_peer.join((LOOK_S if member.initial_peers else 0.0) if look_s is None else look_s)
                 addresses = await board.addresses()
