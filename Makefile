@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One more than two cores, since tests also wait. In the order of the files: end-to-end tests first, so that short unit
-# tests keep all processes busy to the end.
+# tests keep all processes busy to the end. A process that crashes ends the run: another one would get the same test.
 PROCESSES := 3
 IN_PARALLEL = --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 export HF_HUB_OFFLINE ?= 1
